@@ -1,0 +1,363 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""AvgPath configuration and the grammar of mixer specs.
+
+A layer's token mixer is written `memory` or `memory@readout`: what a layer remembers, and how it is read. The grammar
+lives here, free of torch, so that a config can be parsed and checked anywhere.
+"""
+
+from typing import NamedTuple
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+# Memory -> the readouts it takes, the default first. Softmax memories have one way to be read and take no suffix.
+# `identity` (mu(k) = k) read at the query would return the query itself, so it is read through attention only.
+MEMORIES: dict[str, tuple[str, ...]] = {
+    "softmax": (),
+    "sliding_softmax": (),
+    "identity": ("mean_field", "expectation"),
+    "linear": ("query", "mean_field", "expectation"),
+    "delta_net": ("query", "mean_field", "expectation"),
+    "gated_delta_net": ("query", "mean_field", "expectation"),
+    "mesa_net": ("query", "mean_field", "expectation"),
+    "ttt_linear": ("query", "mean_field", "expectation"),
+    "ttt_mlp": ("query", "mean_field", "expectation"),
+}
+
+
+class MixerSpec(NamedTuple):
+    """A parsed token-mixer spec: the memory's name and its readout (`None` for the softmax memories)."""
+
+    memory: str
+    readout: str | None
+
+    def __str__(self) -> str:
+        """The canonical spelling: the readout is written unless it is `query`."""
+        return self.memory if self.readout in (None, "query") else f"{self.memory}@{self.readout}"
+
+    @property
+    def layer_type(self) -> str:
+        """The Transformers layer type, which says what the layer keeps in the cache."""
+        if self.memory == "softmax":
+            return "full_attention"
+        if self.memory == "sliding_softmax":
+            return "sliding_attention"
+        return "linear_attention" if self.readout == "query" else "hybrid"
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer keeps a fitted, fixed-size state (all memories but softmax, its window and `identity`)."""
+        return self.memory not in ("softmax", "sliding_softmax", "identity")
+
+
+def parse_mixer_spec(spec: str) -> MixerSpec:
+    """Parse a spec such as `"delta_net"` or `"mesa_net@mean_field"`.
+
+    Raises:
+        TypeError: `spec` is not a string.
+        ValueError: unknown memory, or a readout that the memory does not take; the message lists the allowed ones.
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"A mixer spec is a string like 'delta_net' or 'mesa_net@mean_field', got {spec!r}.")
+    memory, at, readout = spec.partition("@")
+    if memory not in MEMORIES:
+        raise ValueError(f"Unknown memory {memory!r} in mixer spec {spec!r}. Known memories: {', '.join(MEMORIES)}.")
+    allowed = MEMORIES[memory]
+    if not at:
+        return MixerSpec(memory, allowed[0] if allowed else None)
+    if not allowed:
+        raise ValueError(f"Memory {memory!r} has one readout and takes no suffix: write {memory!r}, not {spec!r}.")
+    if readout not in allowed:
+        options = ", ".join(f"'{memory}@{name}'" for name in allowed)
+        raise ValueError(f"Memory {memory!r} cannot be read by {readout!r} (spec {spec!r}). Allowed: {options}.")
+    return MixerSpec(memory, readout)
+
+
+def parse_hybrid_ratio(ratio: str) -> tuple[int, int]:
+    """Parse `"R:S"`, recurrent to softmax layers in each group, into `(R, S)`.
+
+    Raises:
+        ValueError: not of the form R:S with integers R, S >= 0 that are not both 0.
+    """
+    parts = ratio.split(":") if isinstance(ratio, str) else []
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"hybrid_ratio must be 'R:S' with integers R, S >= 0 (recurrent to softmax layers), like '3:1', '1:0' (all "
+            f"recurrent) or '0:1' (all softmax); got {ratio!r}."
+        )
+    recurrent, softmax = (int(part) for part in parts)
+    if recurrent == softmax == 0:
+        raise ValueError(f"hybrid_ratio {ratio!r} names no layer at all: at least one of R and S must be positive.")
+    return recurrent, softmax
+
+
+@strict
+class AvgPathConfig(PreTrainedConfig):
+    r"""
+    Configuration of an AvgPath hybrid language model.
+
+    The token mixer of each layer is chosen in one of three ways; the most explicit one given wins:
+    `mixer_types` (one spec per layer), `layer_pattern` (specs tiled over the layers), or `mixer` + `hybrid_ratio`.
+
+    Args:
+        vocab_size (`int`, defaults to 32000): Number of token ids.
+        hidden_size (`int`, defaults to 768): Width of the residual stream.
+        intermediate_size (`int`, defaults to 2048): Width of the gated MLP.
+        num_hidden_layers (`int`, defaults to 12): Number of decoder layers.
+        num_attention_heads (`int`, defaults to 12): Query heads of softmax, `identity`, mean-field and expectation layers.
+        num_key_value_heads (`int`, *optional*): Key (and value) heads of those layers; defaults to `num_attention_heads`.
+        head_dim (`int`, *optional*): Head width of those layers; defaults to `hidden_size // num_attention_heads`.
+        hidden_act (`str`, defaults to `"silu"`): Activation of the MLP's gate.
+        max_position_embeddings (`int`, defaults to 8192): Longest sequence (tokens) the rotary embedding is set up for.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of initial weight matrices.
+        rms_norm_eps (`float`, defaults to 1e-6): Epsilon of every RMSNorm.
+        use_cache (`bool`, defaults to `True`): Whether forward passes return a cache by default.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special token ids.
+        tie_word_embeddings (`bool`, defaults to `False`): Whether the LM head shares the input embedding.
+        rope_parameters (`dict`, *optional*): Rotary embedding of the layers that score by softmax (`rope_theta`,
+            `rope_type`, ...); defaults to the plain form with theta 10000.
+        use_rope (`bool`, defaults to `True`): `False` gives softmax scores without rotary embedding (NoPE).
+        use_qk_norm (`bool`, defaults to `False`): RMSNorm on each query and key head before softmax scoring.
+        attention_bias (`bool`, defaults to `False`): Biases in the softmax layers' q/k/v/o projections.
+        attention_dropout (`float`, defaults to 0.0): Dropout probability of attention weights while training.
+        mlp_bias (`bool`, defaults to `False`): Biases in the MLP.
+        sliding_window (`int`, *optional*): Tokens a `sliding_softmax` layer sees, the current one included. Required by it.
+        mixer (`str`, defaults to `"mesa_net"`): Spec of the recurrent layers, see `hybrid_ratio`.
+        hybrid_ratio (`str`, defaults to `"3:1"`): `"R:S"`: groups of R layers of `mixer` followed by S softmax layers,
+            tiled over the depth. `"1:0"` is all recurrent, `"0:1"` all softmax.
+        layer_pattern (`list[str]`, *optional*): Specs tiled over the layers, instead of `mixer` and `hybrid_ratio`.
+        mixer_types (`list[str]`, *optional*): One spec per layer, wins over both. Always resolved after construction.
+        layer_types (`list[str]`, *optional*): Derived from `mixer_types`, what each layer caches: `full_attention`,
+            `sliding_attention`, `linear_attention` (state only) or `hybrid` (keys only, plus state).
+        linear_num_key_heads (`int`, *optional*): Query and key heads of recurrent layers read at the query; defaults to
+            `num_attention_heads`.
+        linear_num_value_heads (`int`, *optional*): Value heads, hence states, of those layers: a multiple of
+            `linear_num_key_heads`, to which it defaults.
+        linear_key_head_dim (`int`, *optional*): Width of their query and key heads; defaults to `head_dim`.
+        linear_value_head_dim (`int`, *optional*): Width of their value heads; defaults to `linear_key_head_dim`.
+        linear_conv_kernel_dim (`int`, *optional*, defaults to 4): Kernel (tokens) of the causal short convolution, with
+            SiLU, on q, k and v (mesa: q and k) of the recurrent memories except TTT. `None` leaves it out.
+        linear_allow_neg_eigval (`bool`, defaults to `False`): Doubles the delta rules' step size to the range (0, 2), which
+            permits negative eigenvalues of the state transition.
+        linear_use_gates (`bool`, defaults to `True`): Data-dependent decay and write strength of the `linear` memory;
+            `False` gives plain linear attention (both fixed to 1).
+        linear_use_output_norm (`bool`, defaults to `True`): Per-head RMSNorm on what a recurrent memory returns
+            (TTT: LayerNorm over all heads joined).
+        linear_use_output_gate (`bool`, defaults to `True`): Multiplies it by a gate computed from the layer's input
+            (SiLU; TTT: tanh-approximated GELU).
+        query_map (`bool`, defaults to `False`): Learned affine map per head (identity at the start) of the query of layers
+            with readout `query`: the cheap repair of the step from the mean key to the query. It acts right after the
+            query projection and can be folded into it.
+        linear_a_log_min, linear_a_log_max (`float`, default to 0.0 and 16.0): Range of the uniform draw whose logarithm
+            initialises `A_log`, the decay rate of `gated_delta_net`.
+        linear_dt_min, linear_dt_max, linear_dt_init_floor (`float`, default to 0.001, 0.1 and 1e-4): Range, and floor, of
+            its initial time step (log-uniform).
+        mesa_max_cg_steps (`int`, defaults to 30): Limit of conjugate-gradient steps of `mesa_net`.
+        mesa_tolerance (`float`, defaults to 1e-5): Relative residual at which the solve stops.
+        mesa_lambda_min (`float`, defaults to 0.25): Lower bound of the ridge, per key channel.
+        mesa_lambda_init (`float`, defaults to 1.0): Initial ridge, above `mesa_lambda_min`.
+        ttt_mini_batch_size (`int`, defaults to 16): Tokens whose inner gradients are taken at the same weights.
+        ttt_base_lr (`float`, *optional*): Inner learning rate; defaults to 1.0 for `ttt_linear` and 0.1 for `ttt_mlp`.
+        ttt_inner_norm (`bool`, defaults to `True`): Residual LayerNorm form f(x) = x + LN(mu(x)); `False` is plain
+            least squares.
+        ttt_rope_theta (`float`, defaults to 10000.0): Base of the rotary embedding inside a mini-batch (readout `query`).
+        ttt_conv_kernel_dim (`int`, *optional*): Kernel (tokens) of a short convolution on TTT's q, k and v; default none.
+
+    Raises:
+        ValueError: unknown mixers or readouts, malformed ratios, heads that do not divide, a missing `sliding_window`, a
+            list of the wrong length, sizes out of range. The message names the value and what is allowed.
+
+    Example:
+
+    ```python
+    >>> from modeling_avgpath import AvgPathConfig
+
+    >>> AvgPathConfig(mixer="delta_net", hybrid_ratio="3:1", num_hidden_layers=4).mixer_types
+    ['delta_net', 'delta_net', 'delta_net', 'softmax']
+    ```
+    """
+
+    model_type = "avgpath"
+    keys_to_ignore_at_inference = ["cache"]
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 8192
+    initializer_range: float | int = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+    rope_parameters: RopeParameters | dict | None = None
+    use_rope: bool = True
+    use_qk_norm: bool = False
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+
+    mixer: str = "mesa_net"
+    hybrid_ratio: str = "3:1"
+    layer_pattern: list[str] | None = None
+    mixer_types: list[str] | None = None
+    layer_types: list[str] | None = None
+
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int | None = 4
+    linear_allow_neg_eigval: bool = False
+    linear_use_gates: bool = True
+    linear_use_output_norm: bool = True
+    linear_use_output_gate: bool = True
+    query_map: bool = False
+    linear_a_log_min: float | int = 0.0
+    linear_a_log_max: float | int = 16.0
+    linear_dt_min: float = 0.001
+    linear_dt_max: float = 0.1
+    linear_dt_init_floor: float = 1e-4
+
+    mesa_max_cg_steps: int = 30
+    mesa_tolerance: float = 1e-5
+    mesa_lambda_min: float | int = 0.25
+    mesa_lambda_init: float | int = 1.0
+
+    ttt_mini_batch_size: int = 16
+    ttt_base_lr: float | int | None = None
+    ttt_inner_norm: bool = True
+    ttt_rope_theta: float | int = 10000.0
+    ttt_conv_kernel_dim: int | None = None
+
+    def __post_init__(self, **kwargs):
+        self._check_positive(
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        )
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size ({self.hidden_size}) is not a multiple of num_attention_heads "
+                    f"({self.num_attention_heads}): change one of them or set head_dim."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.linear_num_key_heads is None:
+            self.linear_num_key_heads = self.num_attention_heads
+        if self.linear_num_value_heads is None:
+            self.linear_num_value_heads = self.linear_num_key_heads
+        if self.linear_key_head_dim is None:
+            self.linear_key_head_dim = self.head_dim
+        if self.linear_value_head_dim is None:
+            self.linear_value_head_dim = self.linear_key_head_dim
+        self._resolve_mixer_types()
+        super().__post_init__(**kwargs)
+
+    def _resolve_mixer_types(self) -> None:
+        explicit = self.mixer_types is not None
+        if explicit:
+            specs = self.mixer_types
+        else:
+            if self.layer_pattern is not None:
+                pattern = self.layer_pattern
+                if not pattern:
+                    raise ValueError(
+                        "layer_pattern is empty: name at least one mixer spec, like ['delta_net', 'softmax']."
+                    )
+            else:
+                recurrent, softmax = parse_hybrid_ratio(self.hybrid_ratio)
+                pattern = [self.mixer] * recurrent + ["softmax"] * softmax
+            specs = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
+        if len(specs) != self.num_hidden_layers:
+            raise ValueError(
+                f"mixer_types names {len(specs)} layers but num_hidden_layers is {self.num_hidden_layers}: give one spec "
+                "per layer, or a layer_pattern, which is tiled."
+            )
+        parsed = [parse_mixer_spec(spec) for spec in specs]
+        layer_types = [spec.layer_type for spec in parsed]
+        if not explicit and self.layer_types is not None and list(self.layer_types) != layer_types:
+            raise ValueError(
+                f"layer_types {self.layer_types} disagrees with the mixers {specs}. It is derived: choose the layers by "
+                "mixer_types, layer_pattern or mixer + hybrid_ratio, and leave layer_types out."
+            )
+        self.mixer_types = [str(spec) for spec in parsed]
+        self.layer_types = layer_types
+
+    @property
+    def mixer_specs(self) -> list[MixerSpec]:
+        """The parsed `mixer_types`, one per layer."""
+        return [parse_mixer_spec(spec) for spec in self.mixer_types]
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+
+    def validate_architecture(self):
+        """Part of the `@strict` validation: head shapes and the fields that single mixers need."""
+        self._check_positive(
+            "num_key_value_heads", "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+            "linear_value_head_dim", "linear_conv_kernel_dim", "ttt_conv_kernel_dim", "ttt_mini_batch_size",
+            "mesa_max_cg_steps", "max_position_embeddings",
+        )  # fmt: skip
+        for groups, heads in (
+            ("num_attention_heads", "num_key_value_heads"),
+            ("linear_num_value_heads", "linear_num_key_heads"),
+        ):
+            if getattr(self, groups) % getattr(self, heads):
+                raise ValueError(
+                    f"{groups} ({getattr(self, groups)}) must be a multiple of {heads} ({getattr(self, heads)})."
+                )
+        specs = self.mixer_specs
+        memories = {spec.memory for spec in specs}
+        if "sliding_softmax" in memories and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(
+                f"mixer 'sliding_softmax' needs sliding_window, the number of tokens it sees (at least 1); got "
+                f"sliding_window={self.sliding_window}."
+            )
+        if self.use_rope and self.head_dim % 2 and any(spec.readout != "query" for spec in specs):
+            raise ValueError(f"Rotary embedding needs an even head_dim, got {self.head_dim}; or set use_rope=False.")
+        if memories & {"ttt_linear", "ttt_mlp"}:
+            self._validate_ttt(any(spec.memory.startswith("ttt") and spec.readout == "query" for spec in specs))
+        if "mesa_net" in memories:
+            if not 0 < self.mesa_lambda_min < self.mesa_lambda_init:
+                raise ValueError(
+                    f"mesa_net needs 0 < mesa_lambda_min < mesa_lambda_init, got {self.mesa_lambda_min} and "
+                    f"{self.mesa_lambda_init}."
+                )
+            if not 0 < self.mesa_tolerance < 1:
+                raise ValueError(f"mesa_tolerance must lie between 0 and 1, got {self.mesa_tolerance}.")
+
+    def _validate_ttt(self, reads_at_query: bool) -> None:
+        if self.ttt_base_lr is not None and self.ttt_base_lr <= 0:
+            raise ValueError(f"ttt_base_lr must be positive, got {self.ttt_base_lr}.")
+        if not reads_at_query:
+            return
+        if self.ttt_inner_norm and self.linear_key_head_dim != self.linear_value_head_dim:
+            raise ValueError(
+                f"ttt_inner_norm adds the key to its prediction, so linear_key_head_dim ({self.linear_key_head_dim}) must "
+                f"equal linear_value_head_dim ({self.linear_value_head_dim}); or set ttt_inner_norm=False."
+            )
+        if self.linear_key_head_dim % 2:
+            raise ValueError(
+                f"TTT rotates keys and queries inside a mini-batch: linear_key_head_dim must be even, got "
+                f"{self.linear_key_head_dim}."
+            )
+
+
+__all__ = ["AvgPathConfig", "MEMORIES", "MixerSpec", "parse_hybrid_ratio", "parse_mixer_spec"]

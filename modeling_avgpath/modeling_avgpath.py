@@ -1,0 +1,396 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""The AvgPath model: a pre-norm decoder whose token mixer is chosen layer by layer.
+
+Notable:
+- one decoder layer for all mixers; the spec string of the config picks the class from `MIXERS`;
+- padding and packing are resolved once per forward into an `Alignment`, which recurrent layers run through, and a causal
+  mask, which softmax layers use;
+- a cache is per-layer: each mixer gets its own cache layer, so no mixer knows of its neighbours.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .alignment import Alignment, align_documents, align_padding, document_positions, find_document_starts
+from .attention import SlidingSoftmaxAttention, SoftmaxAttention
+from .cache_avgpath import AvgPathCache, adopt_cache
+from .configuration_avgpath import AvgPathConfig
+from .memory_delta import DeltaNetMixer, GatedDeltaNetMixer
+from .memory_identity import IdentityMixer
+from .memory_linear import LinearMixer
+from .memory_mesa import MesaNetMixer
+from .memory_ttt import TTTLinearMixer, TTTMLPMixer
+from .mixer import QueryMap, RecurrentMixer, ShortConv
+from .norms import AvgPathRMSNorm
+from .rotary import AvgPathRotaryEmbedding
+
+MIXERS: dict[str, type[nn.Module]] = {
+    "softmax": SoftmaxAttention,
+    "sliding_softmax": SlidingSoftmaxAttention,
+    "identity": IdentityMixer,
+    "linear": LinearMixer,
+    "delta_net": DeltaNetMixer,
+    "gated_delta_net": GatedDeltaNetMixer,
+    "mesa_net": MesaNetMixer,
+    "ttt_linear": TTTLinearMixer,
+    "ttt_mlp": TTTMLPMixer,
+}
+
+
+class AvgPathMLP(nn.Module):
+    """Gated MLP, down(act(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, config: AvgPathConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class AvgPathDecoderLayer(GradientCheckpointingLayer):
+    """Token mixer and MLP, each behind an RMSNorm and a residual connection."""
+
+    def __init__(self, config: AvgPathConfig, layer_idx: int):
+        super().__init__()
+        self.mixer = MIXERS[config.mixer_specs[layer_idx].memory](config, layer_idx)
+        self.mlp = AvgPathMLP(config)
+        self.input_layernorm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        alignment: Alignment | None = None,
+        layer_cache=None,
+        advanced: list | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """One layer on `hidden_states` `[B, T, hidden_size]`.
+
+        Args:
+            layer_cache: this layer's entry of the cache, read and advanced.
+            advanced: if a list, the entry is left alone and an advanced copy is appended instead. Activation checkpointing
+                runs this function twice; the caller keeps the first copy, so the state advances once.
+        """
+        if advanced is not None:
+            layer_cache = layer_cache.snapshot() if hasattr(layer_cache, "snapshot") else copy.copy(layer_cache)
+            advanced.append(layer_cache)
+        mixed, _ = self.mixer(
+            self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_embeddings=position_embeddings,
+            alignment=alignment,
+            layer_cache=layer_cache,
+            **kwargs,
+        )
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+@auto_docstring
+class AvgPathPreTrainedModel(PreTrainedModel):
+    config: AvgPathConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["AvgPathDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": AvgPathDecoderLayer, "attentions": SoftmaxAttention}
+    _keep_in_fp32_modules_strict = [
+        "A_log",
+        "dt_bias",
+        "lambda_params",
+        "W1",
+        "b1",
+        "W2",
+        "b2",
+        "learnable_ttt_lr_weight",
+        "learnable_ttt_lr_bias",
+        "learnable_token_idx",
+        "ttt_norm_weight",
+        "ttt_norm_bias",
+    ]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, QueryMap):
+            size = module.weight.shape[-1]
+            init.copy_(module.weight, torch.eye(size).expand_as(module.weight))
+            init.zeros_(module.bias)
+        elif isinstance(module, RecurrentMixer):
+            module.init_memory()
+        elif isinstance(module, ShortConv):
+            bound = module.kernel_size[0] ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+
+
+@auto_docstring
+class AvgPathModel(AvgPathPreTrainedModel):
+    def __init__(self, config: AvgPathConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(AvgPathDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
+        scores = {"full_attention", "sliding_attention"} & set(config.layer_types)
+        self.rotary_emb = AvgPathRotaryEmbedding(config) if config.use_rope and scores else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        r"""
+        cu_seq_lens_q (`torch.Tensor` of shape `(num_documents + 1,)`, *optional*):
+            Cumulative lengths of documents packed into the batch, over its flattened tokens. They do not see each other.
+        seq_idx (`torch.Tensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Document number of each packed token; used when `cu_seq_lens_q` is not given. Without either, and without cache
+            and padding, documents are taken to begin where `position_ids` does not go up by one.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        self._check_inputs(input_ids, inputs_embeds, cache)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch_size, length = inputs_embeds.shape[:2]
+        if cache is not None:
+            adopt_cache(cache, self.config, batch_size)
+        past_length = cache.get_seq_length() if cache is not None else 0
+
+        mask, is_real = self._split_mask(attention_mask, batch_size, past_length, length)
+        starts = self._find_documents(cu_seq_lens_q, seq_idx, position_ids, cache, is_real, (batch_size, length))
+        if starts is not None:
+            if cache is not None and past_length > 0:
+                raise ValueError(
+                    "Packed documents cannot continue from a filled cache, which holds one text per row: unpack them into "
+                    "rows, or leave the cache out."
+                )
+            use_cache, cache, mask = False, None, None
+            alignment = align_documents(starts, is_real)
+            if is_real is not None:
+                # Padding belongs to no document: as one-token documents of their own, pads are seen by nothing real.
+                starts = starts | ~is_real | nn.functional.pad(~is_real[:, :-1], (1, 0), value=False)
+            position_ids = document_positions(starts)
+        else:
+            alignment = align_padding(is_real) if is_real is not None else None
+        if use_cache and cache is None:
+            cache = AvgPathCache(self.config)
+
+        if position_ids is None:
+            position_ids = self._count_positions(attention_mask, past_length, length, inputs_embeds.device)
+        causal_mask = self._causal_mask(inputs_embeds, mask, cache, position_ids)
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids) if self.rotary_emb is not None else None
+        if cu_seq_lens_q is not None:
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+
+        hidden_states = inputs_embeds
+        for index, layer in enumerate(self.layers):
+            replays = layer.gradient_checkpointing and self.training and torch.is_grad_enabled()
+            advanced = [] if replays and cache is not None else None
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=causal_mask,
+                position_embeddings=position_embeddings,
+                alignment=alignment.to(hidden_states.device) if alignment is not None else None,
+                layer_cache=cache.layers[index] if cache is not None else None,
+                advanced=advanced,
+                **kwargs,
+            )
+            if advanced:
+                cache.layers[index] = advanced[0]
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+
+    def _check_inputs(self, input_ids, inputs_embeds, cache) -> None:
+        name, given = ("input_ids", input_ids) if input_ids is not None else ("inputs_embeds", inputs_embeds)
+        shape = given.shape if input_ids is not None else given.shape[:-1]
+        if len(shape) != 2:
+            raise ValueError(f"{name} must have a batch and a time axis, got shape {tuple(given.shape)}.")
+        if 0 in shape:
+            raise ValueError(f"{name} is empty (shape {tuple(shape)}): give at least one row of at least one token.")
+        if cache is not None and not isinstance(cache, Cache):
+            raise TypeError(f"cache must be a Cache such as AvgPathCache(model.config), got {type(cache).__name__}.")
+        # On an accelerator the look-up itself reports a bad id; reading it back here would stall the device.
+        if input_ids is not None and input_ids.device.type == "cpu":
+            low, high = input_ids.aminmax()
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"input_ids must lie in 0 ... {self.config.vocab_size - 1} (vocab_size - 1), got values from "
+                    f"{int(low)} to {int(high)}: the tokenizer may not belong to this model, or labels (-100) were given."
+                )
+
+    def _split_mask(self, attention_mask, batch_size: int, past_length: int, length: int):
+        """The mask for softmax layers, and `[B, T]` bool of what is real among the present tokens (`None`: all)."""
+        if isinstance(attention_mask, dict):
+            mask, padding = attention_mask.get("full_attention"), attention_mask.get("linear_attention")
+        else:
+            mask = padding = attention_mask
+        if mask is not None and mask.ndim == 4 and padding is mask:
+            if any(layer_type != "full_attention" for layer_type in self.config.layer_types):
+                raise ValueError(
+                    "A 4-dimensional attention_mask can only be honoured by softmax layers, and this model has others "
+                    f"({', '.join(sorted(set(self.config.mixer_types) - {'softmax'}))}): give a 2-dimensional padding mask."
+                )
+            padding = None
+        if padding is None:
+            return mask, None
+        allowed = {(batch_size, past_length + length)}
+        if isinstance(attention_mask, dict):
+            allowed.add((batch_size, length))
+        if tuple(padding.shape) not in allowed:
+            past = f" ({past_length} cached + {length} new)" if past_length else ""
+            raise ValueError(
+                f"attention_mask must have shape (batch, tokens) = ({batch_size}, {past_length + length}){past}, got "
+                f"{tuple(padding.shape)}."
+            )
+        is_real = padding[:, -length:].bool()
+        return mask, None if bool(is_real.all()) else is_real
+
+    def _find_documents(self, cu_seq_lens_q, seq_idx, position_ids, cache, is_real, shape) -> torch.Tensor | None:
+        if position_ids is not None and tuple(position_ids.shape) not in {shape, (1, shape[1])}:
+            raise ValueError(
+                f"position_ids must have shape {shape} or (1, {shape[1]}), got {tuple(position_ids.shape)}."
+            )
+        # Positions repeat for innocent reasons in padded or continued batches: there only explicit descriptions count.
+        resets = position_ids if cache is None and is_real is None else None
+        return find_document_starts(shape, cu_seq_lens_q, seq_idx, resets)
+
+    @staticmethod
+    def _count_positions(attention_mask, past_length: int, length: int, device) -> torch.Tensor:
+        """Position of each token, `[B or 1, T]`, counted in real tokens."""
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
+        return torch.arange(past_length, past_length + length, device=device)[None]
+
+    def _causal_mask(self, inputs_embeds, mask, cache, position_ids):
+        layer_types = self.config.layer_types
+        if "full_attention" not in layer_types:
+            return None
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=mask,
+            cache=cache,
+            position_ids=position_ids,
+            layer_idx=layer_types.index("full_attention"),
+        )
+
+
+@auto_docstring
+class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: AvgPathConfig):
+        super().__init__(config)
+        self.model = AvgPathModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        r"""
+        Example:
+
+        ```python
+        >>> import modeling_avgpath
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        >>> model = AutoModelForCausalLM.from_pretrained("runs/pretrain/final")
+        >>> tokenizer = AutoTokenizer.from_pretrained("runs/pretrain/final")
+        >>> inputs = tokenizer("My fellow citizens", return_tensors="pt")
+        >>> tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40))
+        ```"""
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("cache")
+        # A cache that Transformers has just made holds nothing yet; ours also counts tokens where no layer attends.
+        if type(cache) is DynamicCache and not cache.offloading and not getattr(cache, "_is_user_defined", False):
+            model_kwargs["cache"] = AvgPathCache(self.config)
+            if generation_config.is_assistant:
+                model_kwargs["cache"].activate_past_recording()
+
+
+class AvgPathForSequenceClassification(GenericForSequenceClassification, AvgPathPreTrainedModel):
+    def __init__(self, config: AvgPathConfig):
+        # The mixin builds its base model through AutoModel, which remote code cannot reach: build ours directly.
+        AvgPathPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = AvgPathModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = ["AvgPathForCausalLM", "AvgPathForSequenceClassification", "AvgPathModel", "AvgPathPreTrainedModel"]

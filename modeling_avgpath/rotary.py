@@ -1,0 +1,57 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""Rotary position embedding (Su et al., 2021) in the half-split layout of Transformers."""
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+from .norms import upcast
+
+
+class AvgPathRotaryEmbedding(nn.Module):
+    """Cosines and sines of the rotation at given positions, `[B, T, head_dim]` each, for any rope type of the config."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        initialise = (
+            self.compute_default_rope_parameters if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
+        )
+        inv_freq, self.attention_scaling = initialise(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config, device=None, seq_len=None, **kwargs) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies theta^(-2i / head_dim), and the scaling of cosines and sines (none)."""
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float, device=device) / config.head_dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.float().to(x.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x` `[B, T, H, D]` by the angles of `cos`, `sin` `[B, T, D]`; pairs are (i, i + D/2)."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotate_interleaved(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotate neighbouring pairs (2i, 2i + 1) of `x` `[B, T, H, D]` at `positions` `[B, T]`, in fp32."""
+    size = x.shape[-1]
+    inv_freq = theta ** (-torch.arange(0, size, 2, dtype=torch.float, device=x.device) / size)
+    angles = positions[:, :, None, None].float() * inv_freq  # [B, T, 1, D / 2]
+    even, odd = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
