@@ -130,11 +130,24 @@ CACHE_LAYERS = {
 }
 
 
+# The config fields that decide what the tensors of a cache mean.
+CACHE_FIELDS = (
+    "mixer_types", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "sliding_window",
+    "ttt_conv_kernel_dim", "ttt_mini_batch_size",
+)  # fmt: skip
+
+
+def cache_fields(config) -> dict[str, object]:
+    """The fields of a config that a cache made for it depends on."""
+    return {name: getattr(config, name) for name in CACHE_FIELDS}
+
+
 def layer_tensors(layer) -> list[torch.Tensor]:
     """All tensors that a cache layer holds now."""
     if hasattr(layer, "states"):
         return list(layer.states.values())
-    return [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
+    return [tensor for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)) if tensor is not None]
 
 
 class AvgPathCache(DynamicCache):
@@ -158,6 +171,7 @@ class AvgPathCache(DynamicCache):
     def __init__(self, config):
         layers = [CACHE_LAYERS[layer_type]() for layer_type in config.layer_types]
         Cache.__init__(self, layers=layers)
+        self.fields = cache_fields(config)
 
     @property
     def nbytes_per_layer(self) -> list[int]:
@@ -185,16 +199,26 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
     Raises:
         ValueError: the cache holds another model's layers or another batch size; nothing is changed then.
     """
-    layer_types = config.layer_types
-    lazy = getattr(cache, "layer_class_to_replicate", None) is not None and not cache.layers
-    layers = [CACHE_LAYERS[layer_type]() for layer_type in layer_types] if lazy else list(cache.layers)
-    if len(layers) != len(layer_types):
+    fields = cache_fields(config)
+    made_for = getattr(cache, "fields", fields)
+    different = [
+        f"{name} is {made_for[name]} there and {value} here"
+        for name, value in fields.items()
+        if made_for[name] != value
+    ]
+    if different:
         raise ValueError(
-            f"The cache has {len(layers)} layers but the model has {len(layer_types)}: it belongs to another model. Make "
-            "one with AvgPathCache(model.config)."
+            f"The cache belongs to another model: {'; '.join(different)}. Make one with AvgPathCache(config)."
         )
-    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=True)):
-        held = layer_tensors(layer) if hasattr(layer, "states") or hasattr(layer, "keys") else []
+    lazy = getattr(cache, "layer_class_to_replicate", None) is not None and not cache.layers
+    layers = [CACHE_LAYERS[layer_type]() for layer_type in config.layer_types] if lazy else list(cache.layers)
+    if len(layers) != len(config.layer_types):
+        raise ValueError(
+            f"The cache belongs to another model: it has {len(layers)} layers, this model {len(config.layer_types)}. Make "
+            "one with AvgPathCache(config)."
+        )
+    for index, (layer, layer_type) in enumerate(zip(layers, config.layer_types, strict=True)):
+        held = [tensor for tensor in layer_tensors(layer) if tensor.numel()]
         expected = CACHE_LAYERS[layer_type]
         # By name: remote code and the installed package define these classes twice.
         fits = (
@@ -203,14 +227,13 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
             else not hasattr(layer, "states")
         )
         if not fits:
-            if held and any(tensor.numel() for tensor in held):
+            if held:
                 raise ValueError(
-                    f"Layer {index} of the cache is a filled {type(layer).__name__} but the model's layer is "
-                    f"{config.mixer_types[index]!r}: the cache belongs to another model. Make one with "
-                    "AvgPathCache(model.config)."
+                    f"The cache belongs to another model: its layer {index} is a filled {type(layer).__name__}, this "
+                    f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config)."
                 )
             layers[index] = expected()
-        rows = {len(tensor) for tensor in held if tensor.numel()}
+        rows = {len(tensor) for tensor in held}
         if rows and rows != {batch_size}:
             raise ValueError(
                 f"The cache holds {rows.pop()} rows but the input has {batch_size}: continue with the same batch, or use "
@@ -218,7 +241,7 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
             )
     if lazy:
         cache.layer_class_to_replicate = None
-    cache.layers = layers
+    cache.layers, cache.fields = layers, fields
 
 
 __all__ = ["AvgPathCache"]

@@ -265,6 +265,7 @@ class AvgPathConfig(PreTrainedConfig):
         if self.linear_value_head_dim is None:
             self.linear_value_head_dim = self.linear_key_head_dim
         self._resolve_mixer_types()
+        self.validate_architecture()  # here too, for a plain ValueError; `@strict` wraps what its validators raise
         super().__post_init__(**kwargs)
 
     def _resolve_mixer_types(self) -> None:

@@ -887,8 +887,8 @@ def ttt_linear(
         output_final_state: also return the state after the last real token of each row.
         backend: "auto" or "torch": there is one.
         checkpoint_group_size: keep the weights of every n-th mini-batch only and compute the rest again in the backward
-            pass: a third more time for a fraction of the memory (best near the root of the number of mini-batches).
-            0 keeps all.
+            pass: one more forward pass for a fraction of the memory, the least near the root of the number of
+            mini-batches. 0 keeps all.
 
     Returns:
         o [B, T, H, Dv] in q's dtype, and the final state (see the top of this file) or None.

