@@ -268,26 +268,36 @@ class AvgPathConfig(PreTrainedConfig):
         self.validate_architecture()  # here too, for a plain ValueError; `@strict` wraps what its validators raise
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if not getattr(self, "_post_init_done", False):
+            return
+        # Overrides of from_pretrained arrive here: the layers follow whichever description was changed last.
+        if name == "mixer_types" and value is not None:
+            specs = [parse_mixer_spec(spec) for spec in value]
+            super().__setattr__("mixer_types", [str(spec) for spec in specs])
+            self.layer_types = [spec.layer_type for spec in specs]
+        elif name in ("mixer", "hybrid_ratio", "layer_pattern"):
+            if name != "layer_pattern":
+                super().__setattr__("layer_pattern", None)
+            self.mixer_types = self._tiled_specs()
+        elif name == "num_hidden_layers" and len(self.mixer_types) != value:
+            self.mixer_types = [self.mixer_types[i % len(self.mixer_types)] for i in range(value)]
+
+    def _tiled_specs(self) -> list[str]:
+        """The specs that `layer_pattern`, or else `mixer` and `hybrid_ratio`, give the layers."""
+        if self.layer_pattern is not None:
+            pattern = self.layer_pattern
+            if not pattern:
+                raise ValueError("layer_pattern is empty: name at least one mixer spec, like ['delta_net', 'softmax'].")
+        else:
+            recurrent, softmax = parse_hybrid_ratio(self.hybrid_ratio)
+            pattern = [self.mixer] * recurrent + ["softmax"] * softmax
+        return [str(parse_mixer_spec(pattern[i % len(pattern)])) for i in range(self.num_hidden_layers)]
+
     def _resolve_mixer_types(self) -> None:
         explicit = self.mixer_types is not None
-        if explicit:
-            specs = self.mixer_types
-        else:
-            if self.layer_pattern is not None:
-                pattern = self.layer_pattern
-                if not pattern:
-                    raise ValueError(
-                        "layer_pattern is empty: name at least one mixer spec, like ['delta_net', 'softmax']."
-                    )
-            else:
-                recurrent, softmax = parse_hybrid_ratio(self.hybrid_ratio)
-                pattern = [self.mixer] * recurrent + ["softmax"] * softmax
-            specs = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
-        if len(specs) != self.num_hidden_layers:
-            raise ValueError(
-                f"mixer_types names {len(specs)} layers but num_hidden_layers is {self.num_hidden_layers}: give one spec "
-                "per layer, or a layer_pattern, which is tiled."
-            )
+        specs = self.mixer_types if explicit else self._tiled_specs()
         parsed = [parse_mixer_spec(spec) for spec in specs]
         layer_types = [spec.layer_type for spec in parsed]
         if not explicit and self.layer_types is not None and list(self.layer_types) != layer_types:
@@ -316,6 +326,11 @@ class AvgPathConfig(PreTrainedConfig):
             "linear_value_head_dim", "linear_conv_kernel_dim", "ttt_conv_kernel_dim", "ttt_mini_batch_size",
             "mesa_max_cg_steps", "max_position_embeddings",
         )  # fmt: skip
+        if len(self.mixer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"mixer_types names {len(self.mixer_types)} layers but num_hidden_layers is {self.num_hidden_layers}: give "
+                "one spec per layer, or a layer_pattern, which is tiled."
+            )
         for groups, heads in (
             ("num_attention_heads", "num_key_value_heads"),
             ("linear_num_value_heads", "linear_num_key_heads"),

@@ -153,6 +153,7 @@ class AvgPathPreTrainedModel(PreTrainedModel):
 class AvgPathModel(AvgPathPreTrainedModel):
     def __init__(self, config: AvgPathConfig):
         super().__init__(config)
+        config.validate_architecture()  # fields may have been assigned since its construction
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(AvgPathDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,3 +1,4 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
 """What the chunk-parallel operators share: input checks, precision, the chunk layout, decays inside a chunk.
 
 Every operator cuts the sequence into chunks of C tokens. Inside a chunk all tokens are handled at once by matrix
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 BACKENDS = ("auto", "torch")
-SEGMENT_ROWS = 2**12  # tokens * heads worked on at a time
+SEGMENT_ROWS = {"cpu": 2**12}  # tokens * heads worked on at a time: on a CPU what its cache holds
+SEGMENT_ROWS_ELSEWHERE = 2**18
 
 
 def check_backend(backend: str) -> None:
@@ -30,8 +32,8 @@ def check_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    gates: dict[str, torch.Tensor | None],
-    states: dict[str, tuple[torch.Tensor | None, int, int]],
+    gates: dict[str, torch.Tensor],
+    states: dict[str, tuple[torch.Tensor | None, torch.Tensor]],
     step: bool = False,
 ) -> None:
     """Checks the arguments of one operator before anything is computed.
@@ -39,40 +41,43 @@ def check_inputs(
     Args:
         op: name of the operator, for the messages.
         q, k, v: `[B, T, H, D_k]`, `[B, T, H, D_k]`, `[B, T, H, D_v]`; without T if `step`.
-        gates: name -> `[B, T, H]` tensor or None; without T if `step`.
-        states: name -> (tensor or None, rows, columns), the tensor of shape `[B, H, rows, columns]`.
+        gates: name -> `[B, T, H]`; without T if `step`.
+        states: name -> (state or None, k or v), the state of shape `[B, H, D_k, last size of that k or v]`.
     Raises:
         TypeError: an argument is not a floating-point tensor.
         ValueError: a shape or device does not fit q, or the sequence is empty.
     """
     layout = "[batch, heads, dim]" if step else "[batch, time, heads, dim]"
-    named = {"q": q, "k": k, "v": v, **gates, **{name: state for name, (state, _, _) in states.items()}}
-    for name, x in named.items():
-        if x is None:
-            continue
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"{op}: {name} must be a floating-point tensor, got {found}")
-        if x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device} but q is on {q.device}; move them to one device")
+    given_states = {name: state for name, (state, _) in states.items() if state is not None}
+    for name, x in {"q": q, "k": k, "v": v, **gates, **given_states}.items():
+        check_tensor(op, name, x, q.device if name != "q" else None)
     if q.dim() != (3 if step else 4):
         raise ValueError(f"{op}: q must be {layout}, got shape {list(q.shape)}")
     if not step and q.shape[1] == 0:
         raise ValueError(f"{op}: the sequence is empty (q has shape {list(q.shape)}); pass at least one token")
     if k.shape != q.shape:
-        raise ValueError(f"{op}: k must have the shape of q, {list(q.shape)}, got {list(k.shape)}")
+        raise ValueError(f"{op}: k must have the shape of q, {list(q.shape)}, got {list(k.shape)}; repeat shared heads")
     if v.shape[:-1] != q.shape[:-1]:
         raise ValueError(
-            f"{op}: v must agree with q in all but the last size, {list(q.shape[:-1])} + [value dim], "
-            f"got {list(v.shape)}; repeat heads before the call"
+            f"{op}: v must agree with q in all sizes but the last, {list(q.shape[:-1])}, got {list(v.shape)}; "
+            "repeat shared heads"
         )
     for name, x in gates.items():
-        if x is not None and x.shape != q.shape[:-1]:
+        if x.shape != q.shape[:-1]:
             raise ValueError(f"{op}: {name} must have shape {list(q.shape[:-1])}, got {list(x.shape)}")
-    for name, (x, rows, columns) in states.items():
-        expected = [q.shape[0], q.shape[-2], rows, columns]
-        if x is not None and list(x.shape) != expected:
+    for name, x in given_states.items():
+        expected = [q.shape[0], q.shape[-2], q.shape[-1], states[name][1].shape[-1]]
+        if list(x.shape) != expected:
             raise ValueError(f"{op}: {name} must have shape {expected}, got {list(x.shape)}")
+
+
+def check_tensor(op: str, name: str, x: torch.Tensor, device: torch.device | None = None) -> None:
+    """Raises TypeError unless x is a floating-point tensor, ValueError if it is not on `device`."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{op}: {name} must be a floating-point tensor, got {found}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{op}: {name} is on {x.device} but q is on {device}; move them to one device")
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
@@ -88,9 +93,11 @@ def no_autocast(x: torch.Tensor) -> AbstractContextManager:
     return nullcontext()
 
 
-def segments(batch_heads: int, length: int, chunk_size: int) -> list[slice]:
-    """Slices of the time axis, each of whole chunks (the last one excepted) and at most SEGMENT_ROWS rows if it can."""
-    size = max(1, SEGMENT_ROWS // (batch_heads * chunk_size)) * chunk_size
+def segments(q: torch.Tensor, chunk_size: int) -> list[slice]:
+    """Slices of q's time axis: each of whole chunks (the last one excepted), at least one chunk, as few as allowed."""
+    batch, length, heads, _ = q.shape
+    rows = SEGMENT_ROWS.get(q.device.type, SEGMENT_ROWS_ELSEWHERE)
+    size = max(1, rows // (batch * heads * chunk_size)) * chunk_size
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -179,7 +186,6 @@ class ChunkRule(NamedTuple):
 
     forward: Callable[..., tuple[torch.Tensor, ...]]
     backward: Callable[..., tuple[torch.Tensor, ...]]
-    chunk_size: int
 
 
 class ChunkedRecurrence(torch.autograd.Function):
@@ -190,21 +196,20 @@ class ChunkedRecurrence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rule, q, k, v, g, beta, scale, initial_state):
-        batch, length, heads, dim = q.shape
-        size = min(rule.chunk_size, length)
-        parts = segments(batch * heads, length, size)
+    def forward(ctx, rule, chunk_size, q, k, v, g, beta, scale, initial_state):
+        size = min(chunk_size, q.shape[1])
+        parts = segments(q, size)
         o = v.new_empty(v.shape)
         with no_autocast(q):
-            state = first_state(initial_state, q, v, compute_dtype(q, k, v))
-            starts = []
-            for part in parts:
-                starts.append(state)
+            state = first_state(initial_state, k, v, compute_dtype(q, k, v))
+            starts = state.new_empty(len(parts), *state.shape)
+            for start, part in zip(starts, parts, strict=True):
+                start.copy_(state)
                 o_, state = rule.forward(*chunk_inputs(part, size, q, k, v, g, beta, scale), state)
                 from_chunks_(o[:, part], o_)
-        ctx.save_for_backward(q, k, v, g, beta, torch.stack(starts))
+        ctx.save_for_backward(q, k, v, g, beta, starts)
         ctx.rule, ctx.scale, ctx.size, ctx.parts = rule, scale, size, parts
-        return o, state.reshape(batch, heads, dim, -1).clone()
+        return o, last_state(state, q)
 
     @staticmethod
     @once_differentiable
@@ -214,7 +219,7 @@ class ChunkedRecurrence(torch.autograd.Function):
         grads = [None if x is None else x.new_empty(x.shape) for x in inputs]
         d_state_ = d_state.to(starts.dtype).flatten(0, 1)
         with no_autocast(q):
-            for start, part in zip(reversed(starts.unbind()), reversed(ctx.parts), strict=True):
+            for start, part in zip(starts.flip(0), reversed(ctx.parts), strict=True):
                 inputs_ = chunk_inputs(part, ctx.size, q, k, v, g, beta, ctx.scale)
                 do_ = to_chunks(do[:, part], ctx.size, starts.dtype)
                 *grads_, d_state_ = ctx.rule.backward(*inputs_, start, do_, d_state_)
@@ -222,15 +227,20 @@ class ChunkedRecurrence(torch.autograd.Function):
                 for grad, grad_ in zip(grads, grads_, strict=True):
                     if grad is not None:
                         from_chunks_(grad[:, part], grad_)
-        return None, *grads, None, d_state_.view(d_state.shape) if ctx.needs_input_grad[-1] else None
+        return None, None, *grads, None, d_state_.view(d_state.shape) if ctx.needs_input_grad[-1] else None
 
 
-def first_state(state: torch.Tensor | None, q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`initial_state` as `[M, D_k, D_v]` in `dtype`, zeros for None."""
-    batch, _, heads, dim = q.shape
+def first_state(state: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`initial_state` `[B, H, D_k, D_v]` as `[M, D_k, D_v]` in `dtype`; zeros for None."""
+    batch, _, heads, dim = k.shape
     if state is None:
-        return q.new_zeros(batch * heads, dim, v.shape[-1], dtype=dtype)
+        return k.new_zeros(batch * heads, dim, v.shape[-1], dtype=dtype)
     return state.to(dtype).flatten(0, 1)
+
+
+def last_state(state: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """`[M, D_k, D_v]` as `[B, H, D_k, D_v]`, in memory of its own."""
+    return state.unflatten(0, (q.shape[0], q.shape[2])).clone(memory_format=torch.contiguous_format)
 
 
 def chunk_inputs(

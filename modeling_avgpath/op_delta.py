@@ -1,3 +1,4 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
 """The delta rule, with and without decay: one step of gradient descent on 1/2 |S^T k - v|^2 per token.
 
     S'_t = exp(g_t) S_{t-1},    S_t = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T,    o_t = scale * S_t^T q_t
@@ -17,7 +18,6 @@ import torch
 from .op_common import (
     ChunkedRecurrence,
     ChunkRule,
-    Decays,
     check_backend,
     check_inputs,
     chunk_decays,
@@ -58,7 +58,8 @@ def gated_delta_rule(
     Raises:
         TypeError, ValueError: arguments that are no floating-point tensors, or whose shapes or devices do not agree.
     """
-    return _run("gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, backend)
+    _check("gated_delta_rule", q, k, v, {"g": g, "beta": beta}, initial_state)
+    return _run(q, k, v, g, beta, scale, initial_state, output_final_state, backend)
 
 
 def delta_rule(
@@ -72,25 +73,24 @@ def delta_rule(
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`gated_delta_rule` without decay (g = 0); arguments, results and errors otherwise as there."""
-    return _run("delta_rule", q, k, v, None, beta, scale, initial_state, output_final_state, backend)
+    _check("delta_rule", q, k, v, {"beta": beta}, initial_state)
+    return _run(q, k, v, None, beta, scale, initial_state, output_final_state, backend)
 
 
-def _run(op, q, k, v, g, beta, scale, initial_state, output_final_state, backend):
+def _check(op, q, k, v, gates, initial_state, step=False):
+    check_inputs(op, q, k, v, gates, {"initial_state": (initial_state, v)}, step)
+
+
+def _run(q, k, v, g, beta, scale, initial_state, output_final_state, backend):
     check_backend(backend)
-    _check(op, q, k, v, g, beta, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] == 1:
         gate = None if g is None else g[:, 0]
         o, state = _step(q[:, 0], k[:, 0], v[:, 0], gate, beta[:, 0], scale, initial_state)
         o = o.unsqueeze(1)
     else:
-        o, state = ChunkedRecurrence.apply(_RULE, q, k, v, g, beta, scale, initial_state)
+        o, state = ChunkedRecurrence.apply(_RULE, CHUNK_SIZE, q, k, v, g, beta, scale, initial_state)
     return o, state if output_final_state else None
-
-
-def _check(op, q, k, v, g, beta, initial_state, step=False):
-    gates = {"beta": beta} if g is None else {"g": g, "beta": beta}
-    check_inputs(op, q, k, v, gates, {"initial_state": (initial_state, q.shape[-1], v.shape[-1])}, step)
 
 
 def gated_delta_rule_step(
@@ -106,7 +106,7 @@ def gated_delta_rule_step(
 
     Returns o `[B, H, D_v]` and the new state; `initial_state` itself is left as it is. Raises as `gated_delta_rule`.
     """
-    _check("gated_delta_rule_step", q, k, v, g, beta, initial_state, step=True)
+    _check("gated_delta_rule_step", q, k, v, {"g": g, "beta": beta}, initial_state, step=True)
     return _step(q, k, v, g, beta, q.shape[-1] ** -0.5 if scale is None else scale, initial_state)
 
 
@@ -119,7 +119,7 @@ def delta_rule_step(
     initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of `delta_rule`; see `gated_delta_rule_step`."""
-    _check("delta_rule_step", q, k, v, None, beta, initial_state, step=True)
+    _check("delta_rule_step", q, k, v, {"beta": beta}, initial_state, step=True)
     return _step(q, k, v, None, beta, q.shape[-1] ** -0.5 if scale is None else scale, initial_state)
 
 
@@ -236,4 +236,4 @@ def _backward(q, k, v, g, beta, state, do, d_state):
     return dq, dk, dw * beta.unsqueeze(-1), dg, dbeta, d_states[0]
 
 
-_RULE = ChunkRule(_forward, _backward, CHUNK_SIZE)
+_RULE = ChunkRule(_forward, _backward)

@@ -1,10 +1,11 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
 """Linear attention with optional decay and step size: a decayed sum of outer products, read by the query.
 
     G_t = exp(g_t) G_{t-1} + beta_t k_t v_t^T,    o_t = scale * q_t G_t
 
 Katharopoulos et al. 2020 (arXiv:2006.16236); the chunk-parallel form with decay is that of Yang et al. 2024
-(arXiv:2312.06635). Three forms of one operator stand here: chunk-parallel (`linear_attention`), one token
-(`linear_attention_step`), and the float64 definition (`linear_attention_oracle`). The chunk functions also serve MesaNet.
+(arXiv:2312.06635). Three forms stand here: chunk-parallel (`linear_attention`), one token (`linear_attention_step`),
+and the float64 definition (`linear_attention_oracle`). The functions of chunks also serve MesaNet.
 """
 
 import torch
@@ -54,17 +55,14 @@ def linear_attention(
         TypeError, ValueError: arguments that are no floating-point tensors, or whose shapes or devices do not agree.
     """
     check_backend(backend)
-    check_inputs(
-        "linear_attention", q, k, v, {"g": g, "beta": beta}, {"initial_state": (initial_state, q.shape[-1], v.shape[-1])}
-    )
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
+    _check("linear_attention", q, k, v, g, beta, initial_state)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] == 1:
         gates = (x if x is None else x[:, 0] for x in (g, beta))
-        o, state = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], *gates, scale, initial_state)
+        o, state = _step(q[:, 0], k[:, 0], v[:, 0], *gates, scale, initial_state)
         o = o.unsqueeze(1)
     else:
-        o, state = ChunkedRecurrence.apply(_RULE, q, k, v, g, beta, scale, initial_state)
+        o, state = ChunkedRecurrence.apply(_RULE, CHUNK_SIZE, q, k, v, g, beta, scale, initial_state)
     return o, state if output_final_state else None
 
 
@@ -81,20 +79,20 @@ def linear_attention_step(
 
     Returns o `[B, H, D_v]` and the new state; `initial_state` itself is left as it is. Raises as `linear_attention`.
     """
-    check_inputs(
-        "linear_attention_step",
-        *(q, k, v),
-        {"g": g, "beta": beta},
-        {"initial_state": (initial_state, q.shape[-1], v.shape[-1])},
-        step=True,
-    )
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
+    _check("linear_attention_step", q, k, v, g, beta, initial_state, step=True)
+    return _step(q, k, v, g, beta, q.shape[-1] ** -0.5 if scale is None else scale, initial_state)
+
+
+def _check(op, q, k, v, g, beta, initial_state, step=False):
+    gates = {name: x for name, x in (("g", g), ("beta", beta)) if x is not None}
+    check_inputs(op, q, k, v, gates, {"initial_state": (initial_state, v)}, step)
+
+
+def _step(q, k, v, g, beta, scale, state):
     dtype = compute_dtype(q, k, v)
     with no_autocast(q):
-        q_, k_, v_ = (x.to(dtype) for x in (q, k, v))
-        state = decayed_update(initial_state, k_, v_, g, beta)
-        o = (scale * q_.unsqueeze(-2) @ state).squeeze(-2)
+        state = decayed_update(state, k.to(dtype), v.to(dtype), g, beta)
+        o = (scale * q.to(dtype).unsqueeze(-2) @ state).squeeze(-2)
     return o.to(v.dtype), state
 
 
@@ -139,7 +137,7 @@ def linear_attention_oracle(
 
 
 def linear_states(k: torch.Tensor, w: torch.Tensor, decays: Decays, state: torch.Tensor) -> torch.Tensor:
-    """States between chunks `[N + 1, M, D_k, D_v]` when k `[N, M, C, D_k]` and w = beta v `[N, M, C, D_v]` are written."""
+    """States between chunks `[N + 1, M, D_k, D_v]`, given k `[N, M, C, D_k]` and w = beta v `[N, M, C, D_v]`."""
     return scan(decays.total, (k * decays.end.unsqueeze(-1)).mT @ w, state)
 
 
@@ -194,4 +192,4 @@ def _backward(q, k, v, g, beta, state, do, d_state):
     return linear_backward(q, k, v, beta, decays, states, do, d_state)
 
 
-_RULE = ChunkRule(_forward, _backward, CHUNK_SIZE)
+_RULE = ChunkRule(_forward, _backward)

@@ -51,7 +51,24 @@ def test_save_and_load(tmp_path):
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert type(loaded) is AvgPathConfig
     assert {**loaded.to_dict(), "_name_or_path": ""} == config.to_dict()
-    assert AutoConfig.from_pretrained(tmp_path, mixer_types=["softmax"] * 8).layer_types == ["full_attention"] * 8
+
+
+def test_overrides_while_loading(tmp_path):
+    """What from_pretrained is given on top of config.json is what one gets, layers included."""
+    AvgPathConfig(mixer="gated_delta_net", hybrid_ratio="3:1", num_hidden_layers=8).save_pretrained(tmp_path)
+
+    def load(**overrides) -> AvgPathConfig:
+        return AutoConfig.from_pretrained(tmp_path, **overrides)
+
+    assert load(mixer_types=["softmax"] * 8).layer_types == ["full_attention"] * 8
+    assert load(hybrid_ratio="1:1").mixer_types == ["gated_delta_net", "softmax"] * 4
+    assert load(mixer="identity").mixer_types == (["identity@mean_field"] * 3 + ["softmax"]) * 2
+    assert load(mixer="identity").layer_types == (["hybrid"] * 3 + ["full_attention"]) * 2
+    assert load(layer_pattern=["linear", "softmax"]).mixer_types == ["linear", "softmax"] * 4
+    assert load(num_hidden_layers=3).mixer_types == ["gated_delta_net"] * 3
+    assert load(num_hidden_layers=12).mixer_types == (["gated_delta_net"] * 3 + ["softmax"]) * 3
+    with pytest.raises(ValueError, match="'mamba'"):
+        load(mixer="mamba")
 
 
 def test_derived_heads():
