@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .cache_avgpath import advance
 from .norms import AvgPathRMSNorm
 from .rotary import rotate
 
@@ -157,15 +158,12 @@ class SlidingSoftmaxAttention(SoftmaxProjections):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = self.project(hidden_states, position_embeddings)
         streams = {"query": query, "key": key, "value": value}
-        states = layer_cache.states if layer_cache is not None else {}
-
-        def run(rows, lengths):
-            return self.slide(**rows, lengths=lengths, states=states)
-
-        output, states = alignment.run(run, streams) if alignment is not None else run(streams, None)
-        if layer_cache is not None:
-            layer_cache.update_states(states, num_tokens=hidden_states.shape[1])
+        output = advance(self.run_rows, streams, alignment, layer_cache)
         return self.o_proj(output.flatten(2)), None
+
+    def run_rows(self, rows: dict[str, torch.Tensor], lengths: torch.Tensor | None, layer_cache):
+        """Attention of one group of rows from the cached window on; returns outputs `[R, L, H, D]` and the new window."""
+        return self.slide(**rows, lengths=lengths, states=layer_cache.states if layer_cache is not None else {})
 
     def slide(
         self,

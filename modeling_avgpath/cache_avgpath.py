@@ -5,10 +5,78 @@ A state is a dictionary of named tensors whose first axis is the batch. Layers h
 new one back; tensors are replaced, never written in place, so a carried state stays part of the autograd graph.
 """
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from .alignment import Alignment, align_padding
+
+# Tokens that can be taken back while the past is recorded, unless said otherwise.
+RECORDED_TOKENS = 128
+# `function(rows, lengths, layer_cache) -> (outputs, new states)`: a mixer's work on rows, given the cache layer to read.
+RowFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def run_rows(
+    function: RowFunction, streams: dict[str, torch.Tensor], alignment: Alignment | None, layer_cache
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`function` on the streams `[B, T, ...]`, in rows if `alignment` says so; outputs `[B, T, ...]` and new states."""
+    if alignment is None:
+        return function(dict(streams), None, layer_cache)
+    return alignment.run(lambda rows, lengths: function(rows, lengths, layer_cache), streams)
+
+
+def advance(
+    function: RowFunction, streams: dict[str, torch.Tensor], alignment: Alignment | None, layer_cache
+) -> torch.Tensor:
+    """`function` on the streams, from the state of `layer_cache` and with its new state kept there, if there is one."""
+    if layer_cache is not None:
+        return layer_cache.advance(function, streams, alignment)
+    return run_rows(function, streams, alignment, None)[0]
+
+
+@dataclass
+class Recorded:
+    """A piece of text that a state layer can take back: the state before it and all it takes to run it again.
+
+    Attributes:
+        states: the constant-size states before the piece.
+        streams: the mixer's inputs `[B, T, ...]`.
+        is_real: `[B, T]` bool, or `None` without padding.
+        function: the mixer's work on rows.
+    """
+
+    states: dict[str, torch.Tensor]
+    streams: dict[str, torch.Tensor]
+    is_real: torch.Tensor | None
+    function: RowFunction
+
+    def __len__(self) -> int:
+        return next(iter(self.streams.values())).shape[1]
+
+    def __deepcopy__(self, memo) -> "Recorded":
+        # The tensors are copied, the mixer behind the function is the model's and stays.
+        return self.map(torch.Tensor.clone)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Recorded":
+        """The same piece with every tensor replaced."""
+        return replace(
+            self,
+            states={name: function(state) for name, state in self.states.items()},
+            streams={name: function(stream) for name, stream in self.streams.items()},
+            is_real=None if self.is_real is None else function(self.is_real),
+        )
+
+    def first(self, length: int) -> "Recorded":
+        """The piece cut to its first `length` tokens."""
+        return replace(
+            self,
+            streams={name: stream[:, :length] for name, stream in self.streams.items()},
+            is_real=None if self.is_real is None else self.is_real[:, :length],
+        )
 
 
 class StateCacheLayer(CacheLayerMixin):
@@ -17,9 +85,10 @@ class StateCacheLayer(CacheLayerMixin):
     Attributes:
         states: name -> `[B, ...]`; empty before the first update.
         cumulative_length: tokens seen, padding included (as the attention layers count them).
+        record_past: whether the last `recorded_depth` tokens can be taken back by `crop`.
+        history: the pieces of text that can be, oldest first: the states before each and its mixer inputs.
     """
 
-    is_croppable = False
     is_sliding = False
     supports_early_init = False
 
@@ -27,6 +96,9 @@ class StateCacheLayer(CacheLayerMixin):
         super().__init__()
         self.states: dict[str, torch.Tensor] = {}
         self.cumulative_length = 0
+        self.record_past = False
+        self.recorded_depth = RECORDED_TOKENS
+        self.history: list[Recorded] = []
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}={tuple(state.shape)}" for name, state in self.states.items())
@@ -37,18 +109,57 @@ class StateCacheLayer(CacheLayerMixin):
         """Rows held, or -1 before the first update."""
         return next((len(state) for state in self.states.values()), -1)
 
-    def update_states(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
-        """Replace the named states by those after `num_tokens` more tokens (padding included)."""
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the past is recorded, so that `crop` can take tokens back."""
+        return self.record_past
+
+    def advance(
+        self, function: RowFunction, streams: dict[str, torch.Tensor], alignment: Alignment | None
+    ) -> torch.Tensor:
+        """Run a mixer over its streams `[B, T, ...]` and move on to the state after them; returns its outputs.
+
+        While the past is recorded, the last `recorded_depth` tokens run as a piece of their own that can be taken back, so
+        what is held for it does not depend on the length of the text.
+        """
+        length = next(iter(streams.values())).shape[1]
+        is_real = None if alignment is None else alignment.is_real
+        if not self.record_past:
+            return self._advance(function, streams, alignment, length)
+        cut = max(0, length - self.recorded_depth)
+        outputs = []
+        if cut:
+            head = Recorded(self.memory_states(), streams, is_real, function).first(cut)
+            outputs.append(self._advance(function, head.streams, self._align(head.is_real), cut))
+        tail = {name: stream[:, cut:] for name, stream in streams.items()}
+        piece = Recorded(self.memory_states(), tail, None if is_real is None else is_real[:, cut:], function)
+        outputs.append(self._advance(function, tail, self._align(piece.is_real), length - cut))
+        self.history.append(piece)
+        while sum(map(len, self.history[1:])) >= self.recorded_depth:
+            self.history.pop(0)
+        return torch.cat(outputs, dim=1)
+
+    def _advance(self, function, streams, alignment, length: int) -> torch.Tensor:
+        outputs, states = run_rows(function, streams, alignment, self)
         self.states = {**self.states, **states}
-        self.cumulative_length += num_tokens
+        self.cumulative_length += length
         self.is_initialized = True
+        return outputs
+
+    @staticmethod
+    def _align(is_real: torch.Tensor | None) -> Alignment | None:
+        return None if is_real is None else align_padding(is_real)
+
+    def memory_states(self) -> dict[str, torch.Tensor]:
+        """The states of constant size."""
+        return dict(self.states)
 
     def snapshot(self) -> "StateCacheLayer":
         """A copy that shares the present tensors; updates of one do not reach the other."""
-        copy = type(self)()
-        copy.__dict__.update(self.__dict__)
-        copy.states = dict(self.states)
-        return copy
+        twin = type(self)()
+        twin.__dict__.update(self.__dict__)
+        twin.states, twin.history = dict(self.states), list(self.history)
+        return twin
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -63,23 +174,59 @@ class StateCacheLayer(CacheLayerMixin):
         """Nothing to allocate: states come into being with the first update."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        raise TypeError(f"{type(self).__name__} keeps a recurrent state, not keys and values: use update_states.")
+        raise TypeError(f"{type(self).__name__} keeps a recurrent state, not keys and values.")
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
+    def activate_past_recording(self, depth: int = RECORDED_TOKENS) -> None:
+        """From now on keep what it takes to go back up to `depth` tokens."""
+        self.record_past, self.recorded_depth = True, depth
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises if `crop` would: a positive count, or more tokens than were recorded."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, such as -2; got {tokens_to_remove}.")
+        recorded = sum(map(len, self.history))
+        if -tokens_to_remove > recorded:
             raise RuntimeError(
-                f"Cannot remove {-tokens_to_remove} tokens from {type(self).__name__}: a recurrent state does not tell its "
-                "past. Keep a copy.deepcopy of the cache from before those tokens instead."
+                f"Cannot remove {-tokens_to_remove} tokens: {recorded} are recorded. Call "
+                "cache.activate_past_recording(depth) before reading them, or keep a copy.deepcopy of the cache from then."
             )
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back to the state before the last `-tokens_to_remove` tokens; 0 forgets what was recorded.
+
+        Raises:
+            ValueError: a positive count.
+            RuntimeError: more tokens than were recorded; nothing is changed.
+        """
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            self.history = []
+            return
+        remaining = -tokens_to_remove
+        while remaining:
+            piece = self.history.pop()
+            self.go_back_to(piece.states, len(piece))
+            if len(piece) > remaining:  # run the part that stays again, from the state before the piece
+                piece = piece.first(len(piece) - remaining)
+                self._advance(piece.function, piece.streams, self._align(piece.is_real), len(piece))
+                self.history.append(piece)
+                break
+            remaining -= len(piece)
+
+    def go_back_to(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
+        """Put back the states of `num_tokens` tokens ago."""
+        self.states = dict(states)
+        self.cumulative_length -= num_tokens
+
     def reset(self) -> None:
-        self.states = {}
+        self.states, self.history = {}, []
         self.cumulative_length = 0
         self.is_initialized = False
 
     def map_states(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace every tensor held by `function` of it."""
+        """Replace every tensor held, recorded ones included, by `function` of it."""
         self.states = {name: function(state) for name, state in self.states.items()}
+        self.history = [piece.map(function) for piece in self.history]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.map_states(lambda state: state.index_select(0, beam_idx.to(state.device)))
@@ -121,6 +268,14 @@ class KeyCacheLayer(StateCacheLayer):
         self.states = {**self.states, "keys": keys, "positions": positions}
         return keys, positions
 
+    def memory_states(self) -> dict[str, torch.Tensor]:
+        return {name: state for name, state in self.states.items() if name not in ("keys", "positions")}
+
+    def go_back_to(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
+        length = self.cumulative_length - num_tokens
+        kept = {name: self.states[name][:, :length] for name in ("keys", "positions")} if length else {}
+        super().go_back_to({**states, **kept}, num_tokens)
+
 
 CACHE_LAYERS = {
     "full_attention": DynamicLayer,
@@ -146,7 +301,8 @@ def cache_fields(config) -> dict[str, object]:
 def layer_tensors(layer) -> list[torch.Tensor]:
     """All tensors that a cache layer holds now."""
     if hasattr(layer, "states"):
-        return list(layer.states.values())
+        recorded = [tensor for piece in layer.history for tensor in (*piece.states.values(), *piece.streams.values())]
+        return [*layer.states.values(), *recorded]
     return [tensor for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)) if tensor is not None]
 
 
@@ -172,6 +328,35 @@ class AvgPathCache(DynamicCache):
         layers = [CACHE_LAYERS[layer_type]() for layer_type in config.layer_types]
         Cache.__init__(self, layers=layers)
         self.fields = cache_fields(config)
+
+    def activate_past_recording(self, depth: int = RECORDED_TOKENS) -> None:
+        """From now on keep what it takes to take back the last `depth` tokens with `crop`.
+
+        Softmax layers hold their past anyway; the others keep the inputs of the last tokens and the state before them.
+        """
+        if depth < 1:
+            raise ValueError(f"depth, the number of tokens that can be taken back, must be at least 1; got {depth}.")
+        for layer in self.layers:
+            if hasattr(layer, "states"):
+                layer.activate_past_recording(depth)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, exactly: the cache is as if it had never read them.
+
+        Raises:
+            ValueError: a positive count, or more tokens than were read.
+            RuntimeError: more tokens than were recorded (see `activate_past_recording`). Nothing is changed then.
+        """
+        if -tokens_to_remove > self.get_seq_length():
+            raise ValueError(f"Cannot remove {-tokens_to_remove} tokens from a cache of {self.get_seq_length()}.")
+        for layer in self.layers:
+            if hasattr(layer, "states"):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def fork(self) -> "AvgPathCache":
+        """An independent copy: what is done to one leaves the other as it is."""
+        return copy.deepcopy(self)
 
     @property
     def nbytes_per_layer(self) -> list[int]:

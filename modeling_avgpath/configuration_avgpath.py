@@ -154,7 +154,7 @@ class AvgPathConfig(PreTrainedConfig):
         linear_dt_min, linear_dt_max, linear_dt_init_floor (`float`, default to 0.001, 0.1 and 1e-4): Range, and floor, of
             its initial time step (log-uniform).
         mesa_max_cg_steps (`int`, defaults to 30): Limit of conjugate-gradient steps of `mesa_net`.
-        mesa_tolerance (`float`, defaults to 1e-5): Relative residual at which the solve stops.
+        mesa_tolerance (`float`, defaults to 1e-6): Relative residual at which the solve stops.
         mesa_lambda_min (`float`, defaults to 0.25): Lower bound of the ridge, per key channel.
         mesa_lambda_init (`float`, defaults to 1.0): Initial ridge, above `mesa_lambda_min`.
         ttt_mini_batch_size (`int`, defaults to 16): Tokens whose inner gradients are taken at the same weights.
@@ -233,7 +233,7 @@ class AvgPathConfig(PreTrainedConfig):
     linear_dt_init_floor: float = 1e-4
 
     mesa_max_cg_steps: int = 30
-    mesa_tolerance: float = 1e-5
+    mesa_tolerance: float = 1e-6
     mesa_lambda_min: float | int = 0.25
     mesa_lambda_init: float | int = 1.0
 

@@ -4,6 +4,7 @@
 import torch
 from torch import nn
 
+from .cache_avgpath import advance
 from .norms import AvgPathRMSNorm
 from .readout import AttentionReadout
 
@@ -40,12 +41,10 @@ class IdentityMixer(nn.Module):
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
 
-        def run(rows, lengths):
-            scored = self.readout.collect(rows["key"], lengths, layer_cache)
-            return self.readout.mean(rows["query"], scored, scored.keys), None
-
-        streams = {"query": query, "key": key}
-        output, _ = alignment.run(run, streams) if alignment is not None else run(streams, None)
-        if layer_cache is not None:
-            layer_cache.update_states({}, num_tokens=hidden_states.shape[1])
+        output = advance(self.run_rows, {"query": query, "key": key}, alignment, layer_cache)
         return self.o_proj(output.flatten(2)), None
+
+    def run_rows(self, rows: dict[str, torch.Tensor], lengths: torch.Tensor | None, layer_cache):
+        """The mean keys `[R, L, H, D]` of one group of rows, and no state."""
+        scored = self.readout.collect(rows["key"], lengths, layer_cache)
+        return self.readout.mean(rows["query"], scored, scored.keys), {}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import append_tail, take_tail
+from .cache_avgpath import advance
 from .norms import AvgPathRMSNorm
 from .readout import AttentionReadout
 
@@ -184,15 +185,9 @@ class RecurrentMixer(nn.Module):
         query = self.q_proj(hidden_states)
         if self.readout is None and self.query_map is not None:
             query = self.query_map(query.unflatten(-1, (-1, self.key_dim))).flatten(2)
-        gates = self.gates(hidden_states)
-        streams = {"q": query, "k": self.k_proj(hidden_states), "v": self.v_proj(hidden_states), **gates}
-
-        def run(rows, lengths):
-            return self.run_rows(rows, lengths, gates.keys(), layer_cache)
-
-        reads, states = alignment.run(run, streams) if alignment is not None else run(streams, None)
-        if layer_cache is not None:
-            layer_cache.update_states(states, num_tokens=hidden_states.shape[1])
+        streams = {"q": query, "k": self.k_proj(hidden_states), "v": self.v_proj(hidden_states)}
+        streams |= self.gates(hidden_states)
+        reads = advance(self.run_rows, streams, alignment, layer_cache)
         if self.o_norm is not None:
             reads = self.o_norm(reads)
         reads = reads.flatten(2)
@@ -200,14 +195,14 @@ class RecurrentMixer(nn.Module):
             reads = reads * self.output_gate(self.g_proj(hidden_states))
         return self.o_proj(reads), None
 
-    def run_rows(self, rows: dict[str, torch.Tensor], lengths, gate_names, layer_cache):
+    def run_rows(self, rows: dict[str, torch.Tensor], lengths: torch.Tensor | None, layer_cache):
         """One group of rows: convolution, readout and memory; returns reads `[R, L, H, D_v]` and all new states."""
         past = layer_cache.states if layer_cache is not None else {}
         states = {}
         for name in self.conv_streams:
             if (conv := getattr(self, f"{name}_conv1d", None)) is not None:
                 rows[name], states[f"conv_{name}"] = conv.extend(rows[name], past.get(f"conv_{name}"), lengths)
-        gates = {name: rows[name] for name in gate_names}
+        gates = {name: stream for name, stream in rows.items() if name not in ("q", "k", "v")}
         if lengths is not None:
             is_filler = torch.arange(rows["k"].shape[1], device=lengths.device) >= lengths[:, None]
             gates = {name: gate.masked_fill(is_filler[..., None], 0) for name, gate in gates.items()}

@@ -1,0 +1,116 @@
+"""Law 5. After crop(-n) the continuation equals one that never saw the n tokens; deeper crops change nothing."""
+
+import pytest
+import torch
+from laws.cases import assert_close, assert_same_state, random_ids, state_of
+
+from modeling_avgpath import AvgPathCache
+
+
+def cache_of(model, *pieces, record: int | None = None):
+    cache = AvgPathCache(model.config)
+    if record is not None:
+        cache.activate_past_recording(record)
+    for piece in pieces:
+        model(piece, cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize("removed", [1, 4, 5, 6, 11, 17, 30])
+@torch.no_grad()
+def test_continuation_never_saw_the_removed_tokens(model, removed):
+    """Several forwards, then back into the last, to between two, and into the middle of an earlier one."""
+    pieces = [random_ids(2, length, seed=length) for length in (20, 12, 1, 5)]
+    more = random_ids(2, 7, seed=50)
+    cache = cache_of(model, *pieces, record=40)
+    assert cache.is_croppable
+    cache.crop(-removed)
+    kept = torch.cat(pieces, dim=1)[:, : 38 - removed]
+    expected = cache_of(model, kept)
+    assert cache.get_seq_length() == 38 - removed
+    assert_same_state(cache, expected)
+    assert_close(model(more, cache=cache).logits, model(more, cache=expected).logits)
+
+
+@torch.no_grad()
+def test_crops_in_a_row_and_in_turn_with_reading(model):
+    ids = random_ids(1, 30)
+    cache = cache_of(model, ids, record=30)
+    cache.crop(-3)
+    cache.crop(-5)
+    model(random_ids(1, 9, seed=2), cache=cache)
+    cache.crop(-10)  # the nine, and one more
+    assert_same_state(cache, cache_of(model, ids[:, :21]))
+    cache.crop(-21)
+    assert cache.get_seq_length() == 0
+    assert_close(model(ids, cache=cache).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_padded_rows_roll_back(model):
+    ids, mask = random_ids(2, 16), torch.ones(2, 16, dtype=torch.long)
+    mask[0, :5], mask[1, 13:15] = 0, 0
+    cache = AvgPathCache(model.config)
+    cache.activate_past_recording()
+    model(ids, attention_mask=mask, cache=cache)
+    cache.crop(-6)
+    expected = AvgPathCache(model.config)
+    model(ids[:, :10], attention_mask=mask[:, :10], cache=expected)
+    more, more_mask = random_ids(2, 4, seed=3), torch.ones(2, 4, dtype=torch.long)
+    mask = torch.cat((mask[:, :10], more_mask), dim=1)
+    actual = model(more, attention_mask=mask, cache=cache).logits
+    assert_close(actual, model(more, attention_mask=mask, cache=expected).logits)
+
+
+@torch.no_grad()
+def test_rollback_after_rows_were_selected(model):
+    ids = random_ids(3, 14)
+    cache = cache_of(model, ids, record=8)
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    cache.crop(-6)
+    assert_same_state(cache, cache_of(model, ids[[2, 2, 0], :8]))
+
+
+@torch.no_grad()
+def test_beyond_the_recorded_depth_nothing_changes(model):
+    cache = cache_of(model, random_ids(1, 20), record=6)
+    holds_its_past = all(not hasattr(layer, "states") for layer in cache.layers)
+    before = {name: state.clone() for name, state in state_of(cache).items()}
+    for count, error in ((7, RuntimeError), (21, ValueError)):
+        if holds_its_past and count == 7:
+            continue
+        with pytest.raises(error, match=f"Cannot remove {count} tokens"):
+            cache.crop(-count)
+    with pytest.raises(ValueError, match="got 2|positive"):
+        cache.crop(2)
+    assert cache.get_seq_length() == 20
+    for name, state in state_of(cache).items():
+        assert torch.equal(state, before[name])
+
+
+@torch.no_grad()
+def test_crop_zero_forgets_and_keeps_the_state(model):
+    cache = cache_of(model, random_ids(1, 9), record=9)
+    before = {name: state.clone() for name, state in state_of(cache).items()}
+    cache.crop(0)
+    for name, state in state_of(cache).items():
+        assert torch.equal(state, before[name])
+    plain = cache_of(model, random_ids(1, 9))
+    assert cache.nbytes == plain.nbytes
+
+
+@torch.no_grad()
+def test_what_is_recorded_does_not_grow_with_the_text(model):
+    """The bytes beyond those of an unrecorded cache are the same after 50 and after 500 tokens, in one piece or many."""
+
+    def extra(*pieces) -> int:
+        return cache_of(model, *pieces, record=10).nbytes - cache_of(model, *pieces).nbytes
+
+    assert extra(random_ids(1, 500)) == extra(random_ids(1, 50))
+    single = [random_ids(1, 1, seed=step) for step in range(60)]
+    assert extra(*single) == extra(*single[:40])
+
+
+def test_depth_must_be_positive(model):
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        AvgPathCache(model.config).activate_past_recording(0)
