@@ -220,8 +220,11 @@ def append_tail(tail: torch.Tensor | None, x: torch.Tensor, size: int) -> torch.
 
 
 def take_tail(x: torch.Tensor, size: int, lengths: torch.Tensor | None) -> torch.Tensor:
-    """The last `size` places of `x` `[R, size + L, ...]`, up to each row's `lengths` real places beyond the old tail."""
+    """The last `size` places of `x` `[R, size + L, ...]`, up to each row's `lengths` real places beyond the old tail.
+
+    In memory of its own: a view would keep all of `x` alive in the cache.
+    """
     if lengths is None:
-        return x[:, x.shape[1] - size :]
+        return x[:, x.shape[1] - size :].clone(memory_format=torch.contiguous_format)
     index = lengths[:, None] + torch.arange(size, device=x.device)
     return x[torch.arange(len(x), device=x.device)[:, None], index]

@@ -6,13 +6,18 @@ new one back; tensors are replaced, never written in place, so a carried state s
 """
 
 import copy
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .alignment import Alignment, align_padding
+from .cache_files import model_fingerprint, read_cache, write_cache
+from .configuration_avgpath import parse_mixer_spec
 
 # Tokens that can be taken back while the past is recorded, unless said otherwise.
 RECORDED_TOKENS = 128
@@ -131,7 +136,8 @@ class StateCacheLayer(CacheLayerMixin):
         if cut:
             head = Recorded(self.memory_states(), streams, is_real, function).first(cut)
             outputs.append(self._advance(function, head.streams, self._align(head.is_real), cut))
-        tail = {name: stream[:, cut:] for name, stream in streams.items()}
+        # Copied, lest a view of the last tokens keep the whole text's inputs alive.
+        tail = {name: stream[:, cut:].clone() for name, stream in streams.items()}
         piece = Recorded(self.memory_states(), tail, None if is_real is None else is_real[:, cut:], function)
         outputs.append(self._advance(function, tail, self._align(piece.is_real), length - cut))
         self.history.append(piece)
@@ -261,7 +267,8 @@ class KeyCacheLayer(StateCacheLayer):
 
     def append_keys(self, keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `keys` `[B, T, H, D]` at `positions` `[B, T]`; returns all keys and positions, those of the past first."""
-        positions = positions.to(torch.int32)
+        # Contiguous, so that a cache continues bit for bit alike whether it was loaded or not.
+        keys, positions = keys.contiguous(), positions.to(torch.int32)
         if "keys" in self.states:
             keys = torch.cat((self.states["keys"], keys), dim=1)
             positions = torch.cat((self.states["positions"], positions), dim=1)
@@ -325,9 +332,59 @@ class AvgPathCache(DynamicCache):
     """
 
     def __init__(self, config):
-        layers = [CACHE_LAYERS[layer_type]() for layer_type in config.layer_types]
-        Cache.__init__(self, layers=layers)
+        Cache.__init__(self, layers=[CACHE_LAYERS[layer_type]() for layer_type in config.layer_types])
         self.fields = cache_fields(config)
+        self.fingerprint: str | None = None  # of the model that a loaded cache was filled by, until it is checked
+        self._model: weakref.ref | None = None  # the model that filled it
+
+    def bind(self, model) -> None:
+        """Remember the model that fills this cache.
+
+        Raises:
+            ValueError: the cache was loaded from a file that another model wrote.
+        """
+        if self.fingerprint is not None and self.fingerprint != model_fingerprint(model):
+            raise ValueError(
+                "The saved cache was filled by a model with other weights or another dtype: its states mean nothing to this "
+                "one. Load it into the model that wrote it, or read the text again."
+            )
+        self.fingerprint, self._model = None, weakref.ref(model)
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Save the cache to `folder` (safetensors and JSON), with a fingerprint of the model that filled it.
+
+        What was recorded to take tokens back is not saved.
+        """
+        tensors, lengths = {}, []
+        for index, layer in enumerate(self.layers):
+            states = layer.states if hasattr(layer, "states") else {"keys": layer.keys, "values": layer.values}
+            tensors |= {f"{index}.{name}": state for name, state in states.items() if state is not None}
+            lengths.append(layer.get_seq_length())
+        model = self._model() if self._model is not None else None
+        fingerprint = model_fingerprint(model) if model is not None else self.fingerprint
+        write_cache(folder, tensors, {"fields": self.fields, "lengths": lengths, "fingerprint": fingerprint})
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike, device: str | torch.device = "cpu") -> "AvgPathCache":
+        """Load a cache saved by `save_pretrained`; a model continues from it, bit for bit, as from the original.
+
+        Raises:
+            FileNotFoundError: `folder` holds no saved cache.
+            ValueError: a file is cut short, was changed, or is of an unknown format. (Use with a model that did not write
+                it is refused at the first forward pass.)
+        """
+        tensors, facts = read_cache(folder, device)
+        layer_types = [parse_mixer_spec(spec).layer_type for spec in facts["fields"]["mixer_types"]]
+        cache = cls(SimpleNamespace(**facts["fields"], layer_types=layer_types))
+        cache.fingerprint = facts["fingerprint"]
+        for index, (layer, length) in enumerate(zip(cache.layers, facts["lengths"], strict=True)):
+            states = {name.split(".", 1)[1]: state for name, state in tensors.items() if name.startswith(f"{index}.")}
+            if hasattr(layer, "states"):
+                layer.states, layer.cumulative_length, layer.is_initialized = states, length, bool(length)
+            elif states:
+                layer.lazy_initialization(states["keys"], states["values"])
+                layer.keys, layer.values = states["keys"], states["values"]
+        return cache
 
     def activate_past_recording(self, depth: int = RECORDED_TOKENS) -> None:
         """From now on keep what it takes to take back the last `depth` tokens with `crop`.

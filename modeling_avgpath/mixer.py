@@ -243,7 +243,9 @@ class RecurrentMixer(nn.Module):
             mean_key = self.readout.mean(query, scored, memory_keys)
             reads, states = self.advance(mean_key, key, value, gates, states, lengths, output_states)
         if groups > 1:
-            states = {name: state[:, ::groups] if state.ndim > 1 else state for name, state in states.items()}
+            states = {
+                name: state[:, ::groups].contiguous() if state.ndim > 1 else state for name, state in states.items()
+            }
         return reads, states
 
     @staticmethod

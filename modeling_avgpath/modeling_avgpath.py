@@ -193,6 +193,8 @@ class AvgPathModel(AvgPathPreTrainedModel):
         batch_size, length = inputs_embeds.shape[:2]
         if cache is not None:
             adopt_cache(cache, self.config, batch_size)
+            if hasattr(cache, "bind"):
+                cache.bind(self)
         past_length = cache.get_seq_length() if cache is not None else 0
 
         mask, is_real = self._split_mask(attention_mask, batch_size, past_length, length)
@@ -213,6 +215,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
             alignment = align_padding(is_real) if is_real is not None else None
         if use_cache and cache is None:
             cache = AvgPathCache(self.config)
+            cache.bind(self)
 
         if position_ids is None:
             position_ids = self._count_positions(attention_mask, past_length, length, inputs_embeds.device)

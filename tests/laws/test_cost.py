@@ -6,6 +6,7 @@ from laws.cases import SPECS, random_ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling_avgpath import AvgPathCache
+from modeling_avgpath.cache_avgpath import layer_tensors
 from modeling_avgpath.configuration_avgpath import parse_mixer_spec
 
 LINEAR_TIME = [spec for spec in SPECS if parse_mixer_spec(spec).layer_type in ("linear_attention", "sliding_attention")]
@@ -83,6 +84,22 @@ def test_bytes_after_10_and_10000_tokens():
             assert cache.nbytes == sum(sizes[-1])
         for layer_type, before, after in zip(model.config.layer_types, *sizes, strict=True):
             assert after == (before if layer_type == "linear_attention" else 1000 * before)
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_what_is_held_is_all_that_is_kept_alive(spec, record):
+    """No tensor of the cache is a view of something larger, which its bytes would not show."""
+    model = tiny_model(spec)
+    cache = AvgPathCache(model.config)
+    if record:
+        cache.activate_past_recording(5)
+    model(random_ids(2, 40), cache=cache)
+    model(random_ids(2, 1), cache=cache)
+    for layer in cache.layers:
+        for tensor in layer_tensors(layer):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @torch.no_grad()
