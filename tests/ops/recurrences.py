@@ -53,10 +53,10 @@ def make_inputs(batch=2, length=2 * CHUNK + 3, heads=2, key_dim=8, value_dim=6, 
 
 
 def extreme_decay(kind, like):
-    """Log-decays of which a difference of cumulative sums would lose the digits, or whose exponential would overflow."""
-    choices = {"strong": (-20.0, -20.0), "mixed": (-20.0, -1e-3), "none": (0.0, 0.0)}
-    low, high = choices[kind]
-    return torch.where(torch.rand_like(like) < 0.3, low, high)
+    """Log-decays `[B, T, H]` like `like` that overflow, or lose their digits, where they are summed or inverted badly."""
+    place = torch.arange(like.shape[1])[:, None] % CHUNK
+    strong = {"strong": place >= 0, "mixed": place < CHUNK - 10, "none": place < 0}[kind]
+    return torch.where(strong, -20.0, 0.0 if kind == "none" else -1e-3).to(like).expand_as(like)
 
 
 def make_state(inputs):
