@@ -259,6 +259,11 @@ def prepare_data(data: DataRecipe, tokenizer: TokenizerRecipe, vocab_size: int) 
             tokens = loaded(texts, add_special_tokens=False, verbose=False)["input_ids"]
             rows = pack(tokens, loaded.eos_token_id, data.sequence_length, fill=name == "validation")
             sizes[f"{name}_tokens"] = sum(len(document) + 1 for document in tokens)
+            if not len(rows):
+                raise SetupError(
+                    f"data.path={data.path} has {sizes['train_tokens']} training tokens, fewer than one row of "
+                    f"data.sequence_length={data.sequence_length}; shorten the rows or give more text"
+                )
             Dataset.from_dict({"tokens": rows}).with_format("numpy").save_to_disk(target / name)
         (target / "sizes.json").write_text(json.dumps(sizes))
 
@@ -270,10 +275,4 @@ def prepare_data(data: DataRecipe, tokenizer: TokenizerRecipe, vocab_size: int) 
     finally:
         enable_progress_bars()
     sizes = json.loads((folder / "sizes.json").read_text())
-    packed = PackedData(loaded, load_from_disk(folder / "train"), load_from_disk(folder / "validation"), **sizes)
-    if not len(packed.train):
-        raise SetupError(
-            f"data.path={data.path} has {packed.train_tokens} training tokens, fewer than one row of "
-            f"data.sequence_length={data.sequence_length}; shorten the rows or give more text"
-        )
-    return packed
+    return PackedData(loaded, load_from_disk(folder / "train"), load_from_disk(folder / "validation"), **sizes)

@@ -27,7 +27,7 @@ def keep_freed_memory() -> None:
     """Let glibc's allocator keep freed memory instead of returning it to the kernel.
 
     By default each tensor above 32 MiB is mapped anew, and its pages are zeroed and faulted in at every step; keeping
-    them made training of the 5M model on two CPU cores 25% faster. No effect on other systems.
+    them made training of a 5M Llama on two CPU cores 25% faster. No effect on other systems.
     """
     if sys.platform != "linux":
         return

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ DEFAULT_RECIPE = str(REPOSITORY / "configuration" / "pretrain.yaml")
 
 
 class Interrupted(Exception):
-    """The run was told to stop, and has."""
+    """The run was told to stop, and has: what was saved where, and the signal's number."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Recipe:
@@ -121,8 +122,8 @@ class Pretraining:
     def plain_model(self) -> PreTrainedModel:
         return self.accelerator.unwrap_model(self.model)
 
-    def run(self) -> dict:
-        """Train, save, validate, sample, plot; returns the summary. Raises `Interrupted` after a requested stop."""
+    def train(self) -> Path:
+        """Take all steps; returns the final model's folder. Raises `Interrupted` after a requested stop."""
         train, validation, checkpoint = self.recipe.train, self.recipe.validation, self.recipe.checkpoint
         batches = endless_batches(self.loader)
         if validation.every_steps:
@@ -154,7 +155,10 @@ class Pretraining:
             if stop and not last:
                 saved = self.save(self.folder / "checkpoints" / f"step-{self.step:06d}")
                 self.progress.close()
-                raise Interrupted(f"stopped after step {self.step} of {train.steps}; checkpoint in {saved}")
+                raise Interrupted(
+                    f"stopped after step {self.step} of {train.steps}; checkpoint in {saved}",
+                    self.interruption.received,
+                )
             pause = time.perf_counter()
             if checkpoint.every_steps and self.step % checkpoint.every_steps == 0 and not last:
                 self.save(self.folder / "checkpoints" / f"step-{self.step:06d}")
@@ -165,8 +169,7 @@ class Pretraining:
                 self.model.train()
             since += time.perf_counter() - pause  # tokens/s counts training alone
         self.progress.close()
-        saved = self.save(self.folder / "final")
-        return self.finish(saved)
+        return self.save(self.folder / "final")
 
     def log_step(self, loss: float, norm: float, learning_rate: float, steps_per_second: float) -> None:
         if not math.isfinite(loss):
@@ -278,7 +281,8 @@ class Pretraining:
     def sample(self) -> tuple[str, dict[int, int]]:
         """Generate text with one growing cache; returns its beginning, and the cache's bytes by generated tokens."""
         recipe, tokenizer = self.recipe.sample, self.data.tokenizer
-        model = self.plain_model.eval()
+        # In fp32, without autocast, as users load it; this takes the wrapper off for good, and training is over.
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False).eval()
         prompt = tokenizer(recipe.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
         tokens = torch.tensor([prompt], device=self.accelerator.device)
         style = {"do_sample": False}
@@ -286,6 +290,8 @@ class Pretraining:
             style = {"do_sample": True, "temperature": recipe.temperature, "top_p": recipe.top_p, "top_k": 0}
         set_seed(self.recipe.seed)
         cache, sizes = None, {}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # products of one token are too small to share
         for count in recipe.cache_tokens:
             wanted = len(prompt) + count - tokens.shape[1]
             output = model.generate(
@@ -300,10 +306,7 @@ class Pretraining:
             tokens, cache = output.sequences, output.cache
             sizes[count] = cache_nbytes(cache)
             self.metrics.write("cache", generated_tokens=count, nbytes=sizes[count])
-            if self.interruption.received:
-                raise Interrupted(
-                    f"training is complete and the model in {self.folder / 'final'}; sampling was stopped"
-                )
+        torch.set_num_threads(threads)
         text = tokenizer.decode(tokens[0], skip_special_tokens=True)
         (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
         return tokenizer.decode(tokens[0, : len(prompt) + recipe.shown_tokens], skip_special_tokens=True).strip(), sizes
@@ -365,11 +368,16 @@ def pretrain(recipe: Recipe) -> dict:
             f"{recipe.train.steps:,} steps of {run.tokens_per_step:,} tokens on {accelerator.device} "
             f"(mixed precision: {accelerator.mixed_precision})"
         )
-        try:
-            return run.run()
-        except Interrupted as stop:
-            stop.args = (*stop.args, interruption.received)
-            raise
+        saved = run.train()
+    try:
+        if interruption.received:  # during the last step
+            raise KeyboardInterrupt
+        return run.finish(saved)
+    except KeyboardInterrupt:
+        number = interruption.received or signal.SIGINT
+        raise Interrupted(
+            f"training is complete, model in {saved}; its validation and sample were cut short", number
+        ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ class Progress:
             disable=not self.on_terminal,
             dynamic_ncols=True,
             unit="step",
-            bar_format="{percentage:3.0f}% {bar} {n}/{total} steps  {postfix}  {elapsed} < {remaining}",
+            bar_format="{percentage:3.0f}% {bar} {n}/{total} steps{postfix}, {remaining} left",
         )
         self.bar.set_postfix_str("starting")
 
@@ -92,9 +92,10 @@ def plot_losses(metrics: Path, image: Path, title: str) -> None:
         axes.annotate(
             f"{last['loss']:.3f}",
             (last["tokens"], last["loss"]),
-            xytext=(0, 9),
+            xytext=(0, -8),
             textcoords="offset points",
             ha="right",
+            va="top",
             color="#e4572e",
             fontweight="bold",
         )
@@ -102,6 +103,7 @@ def plot_losses(metrics: Path, image: Path, title: str) -> None:
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, loc="left", fontsize=11)
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.margins(y=0.1)
     axes.set_xlim(left=0)
     axes.grid(color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)

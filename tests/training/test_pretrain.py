@@ -180,3 +180,29 @@ def test_help_lists_every_field(capsys):
     text = capsys.readouterr().out
     for key, _, _, meaning in recipe_fields():
         assert key in text and meaning in text
+
+
+def test_two_processes_take_the_steps_of_one(finished, workplace):
+    folder, _ = finished
+    result = workplace.run(
+        "output_dir=two",
+        "train.mixed_precision=no",
+        launcher=("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(workplace.script)),
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = (read_metrics(path / "metrics.jsonl", "train") for path in (folder, workplace.folder / "two"))
+    assert [r["step"] for r in second] == [r["step"] for r in first]
+    assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=2e-2)
+
+
+def test_ctrl_c_after_training_keeps_the_final_model(workplace, capsys, monkeypatch):
+    from training import pretrain
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(workplace.folder)
+    monkeypatch.setattr(pretrain.Pretraining, "finish", interrupted)
+    assert pretrain.main(["tiny.yaml", "output_dir=cut", "train.steps=2", "validation.every_steps=0"]) == 130
+    assert "training is complete, model in cut/final" in capsys.readouterr().err
+    assert load(workplace.folder / "cut" / "final")[0].config.model_type == "avgpath"
