@@ -13,6 +13,7 @@ from torch import nn
 from .attention import append_tail, take_tail
 from .cache_avgpath import advance
 from .norms import AvgPathRMSNorm
+from .op_conv import causal_depthwise_conv
 from .readout import AttentionReadout
 
 
@@ -31,7 +32,11 @@ class ShortConv(nn.Conv1d):
         """Convolve rows `x` `[R, L, C]` that follow the inputs `tail` `[R, kernel - 1, C]`; returns outputs and new tail."""
         size = self.kernel_size[0] - 1
         x = append_tail(tail, x, size)
-        return F.silu(self(x.transpose(1, 2)).transpose(1, 2)), take_tail(x, size, lengths)
+        return self(x), take_tail(x, size, lengths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[R, kernel - 1 + L, C]`, the inputs before the row first; returns `[R, L, C]`."""
+        return F.silu(causal_depthwise_conv(x, self.weight.to(x.dtype)))
 
 
 class QueryMap(nn.Module):

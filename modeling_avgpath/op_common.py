@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 BACKENDS = ("auto", "torch")
-SEGMENT_ROWS = {"cpu": 2**12}  # tokens * heads worked on at a time: on a CPU what its cache holds
+SEGMENT_ROWS = {"cpu": 2**14}  # tokens * heads worked on at a time: on a CPU about what its cache holds
 SEGMENT_ROWS_ELSEWHERE = 2**18
 
 
@@ -133,8 +133,8 @@ class Decays(NamedTuple):
 def chunk_decays(g: torch.Tensor) -> Decays:
     """Decays of a chunk from its log-decays g `[N, M, C]`.
 
-    Each pair's exponent is summed over its own tokens. (As a difference of two cumulative sums it would lose all its
-    digits behind a token with strong decay.) No positive number is ever exponentiated.
+    Each pair's exponent is summed over its own tokens. (As a difference of two cumulative sums it would lose its
+    digits behind a run of strong decay.) No positive number is ever exponentiated.
     """
     size = g.shape[-1]
     below = torch.ones(size, size, dtype=g.dtype, device=g.device).tril_(-1)

@@ -149,7 +149,7 @@ def test_autocast_changes_nothing():
 
 @both
 def test_cost_is_linear(rule):
-    R.check_linear_cost(OPS[rule], lambda length: make_inputs(rule, 1, length, 4, 16, 16))
+    R.check_linear_cost(OPS[rule], lambda length: make_inputs(rule, 1, length, 8, 16, 16))
 
 
 @both

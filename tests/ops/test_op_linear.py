@@ -107,7 +107,7 @@ def test_views_as_inputs():
 
 
 def test_cost_is_linear():
-    R.check_linear_cost(linear_attention, lambda length: R.make_inputs(1, length, 4, 16, 16))
+    R.check_linear_cost(linear_attention, lambda length: R.make_inputs(1, length, 8, 16, 16))
 
 
 def test_final_state_only_on_request():

@@ -210,7 +210,7 @@ def test_autocast_changes_nothing():
 
 def test_cost_is_linear():
     four_steps = functools.partial(mesa, max_cg_steps=4, tolerance=0.0)
-    R.check_linear_cost(four_steps, lambda length: make_inputs(1, length, 4, 16, 16))
+    R.check_linear_cost(four_steps, lambda length: make_inputs(1, length, 8, 16, 16))
 
 
 @pytest.mark.parametrize(
