@@ -69,7 +69,9 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="where to write the PNG (default: no figure)")
     arguments = parser.parse_args()
     runs = [read_run(folder) for folder in arguments.runs]
-    print(f"| run | held-out loss | tokens/s | cache bytes at {' / '.join(f'{length:,}' for length in LENGTHS)} tokens |")
+    print(
+        f"| run | held-out loss | tokens/s | cache bytes at {' / '.join(f'{length:,}' for length in LENGTHS)} tokens |"
+    )
     print("|---|---:|---:|---|")
     for run in runs:
         loss = run["validation"][-1]["loss"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache
 
 from .alignment import Alignment, align_padding
 from .cache_files import model_fingerprint, read_cache, write_cache
@@ -92,15 +92,19 @@ class StateCacheLayer(CacheLayerMixin):
         cumulative_length: tokens seen, padding included (as the attention layers count them).
         record_past: whether the last `recorded_depth` tokens can be taken back by `crop`.
         history: the pieces of text that can be, oldest first: the states before each and its mixer inputs.
+        max_cache_len: for compiled decoding, the tokens to make room for: states then keep their address and are written in
+            place, and `cumulative_length` is a tensor. `None` for tensors that are replaced.
     """
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, **kwargs):
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
         super().__init__()
         self.states: dict[str, torch.Tensor] = {}
-        self.cumulative_length = 0
+        self.max_cache_len = max_cache_len
+        # A number in the compiled graph would be compiled anew with every token.
+        self.cumulative_length = 0 if max_cache_len is None else torch.tensor(0)
         self.record_past = False
         self.recorded_depth = RECORDED_TOKENS
         self.history: list[Recorded] = []
@@ -113,6 +117,16 @@ class StateCacheLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
         return next((len(state) for state in self.states.values()), -1)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether states are written in place."""
+        return self.max_cache_len is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether a decode step can be compiled: static, and not recording its past."""
+        return self.is_static and not self.record_past
 
     @property
     def is_croppable(self) -> bool:
@@ -147,18 +161,30 @@ class StateCacheLayer(CacheLayerMixin):
 
     def _advance(self, function, streams, alignment, length: int) -> torch.Tensor:
         outputs, states = run_rows(function, streams, alignment, self)
-        self.states = {**self.states, **states}
-        self.cumulative_length += length
+        self._store(states)
+        self.cumulative_length += length  # in place where it is a tensor
         self.is_initialized = True
         return outputs
+
+    def _store(self, states: dict[str, torch.Tensor]) -> None:
+        """Keep new states: in the place of the old ones if static, else instead of them."""
+        if not self.is_static:
+            self.states = {**self.states, **states}
+            return
+        for name, state in states.items():
+            if name in self.states:
+                self.states[name].copy_(state)
+            else:
+                self.states[name] = fixed_buffer(state.clone(memory_format=torch.contiguous_format))
+                self.cumulative_length = self.cumulative_length.to(state.device)
 
     @staticmethod
     def _align(is_real: torch.Tensor | None) -> Alignment | None:
         return None if is_real is None else align_padding(is_real)
 
     def memory_states(self) -> dict[str, torch.Tensor]:
-        """The states of constant size."""
-        return dict(self.states)
+        """The states of constant size, safe from later writes."""
+        return {name: state.clone() if self.is_static else state for name, state in self.states.items()}
 
     def snapshot(self) -> "StateCacheLayer":
         """A copy that shares the present tensors; updates of one do not reach the other."""
@@ -171,7 +197,7 @@ class StateCacheLayer(CacheLayerMixin):
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cumulative_length + query_length, 0
+        return self.max_cache_len if self.is_static else self.cumulative_length + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -221,13 +247,14 @@ class StateCacheLayer(CacheLayerMixin):
 
     def go_back_to(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
         """Put back the states of `num_tokens` tokens ago."""
-        self.states = dict(states)
         self.cumulative_length -= num_tokens
+        if self.is_static and states:
+            self._store(states)
+        else:
+            self.states = dict(states)
 
     def reset(self) -> None:
-        self.states, self.history = {}, []
-        self.cumulative_length = 0
-        self.is_initialized = False
+        self.__init__(self.max_cache_len)
 
     def map_states(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor held, recorded ones included, by `function` of it."""
@@ -267,18 +294,39 @@ class KeyCacheLayer(StateCacheLayer):
 
     def append_keys(self, keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `keys` `[B, T, H, D]` at `positions` `[B, T]`; returns all keys and positions, those of the past first."""
+        positions = positions.to(torch.int32)
+        if self.is_static:
+            return self._insert_keys(keys, positions)
         # Contiguous, so that a cache continues bit for bit alike whether it was loaded or not.
-        keys, positions = keys.contiguous(), positions.to(torch.int32)
+        keys = keys.contiguous()
         if "keys" in self.states:
             keys = torch.cat((self.states["keys"], keys), dim=1)
             positions = torch.cat((self.states["positions"], positions), dim=1)
         self.states = {**self.states, "keys": keys, "positions": positions}
         return keys, positions
 
+    def _insert_keys(self, keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if "keys" not in self.states:
+            rows, _, heads, size = keys.shape
+            self.states["keys"] = fixed_buffer(keys.new_zeros(rows, self.max_cache_len, heads, size))
+            self.states["positions"] = fixed_buffer(positions.new_full((rows, self.max_cache_len), -1))
+            self.cumulative_length = self.cumulative_length.to(keys.device)
+        places = self.cumulative_length + torch.arange(keys.shape[1], device=keys.device)
+        self.states["keys"].index_copy_(1, places, keys)
+        self.states["positions"].index_copy_(1, places, positions)
+        return self.states["keys"], self.states["positions"]
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len if self.is_static else -1
+
     def memory_states(self) -> dict[str, torch.Tensor]:
-        return {name: state for name, state in self.states.items() if name not in ("keys", "positions")}
+        return {name: state for name, state in super().memory_states().items() if name not in ("keys", "positions")}
 
     def go_back_to(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
+        if self.is_static:
+            super().go_back_to(states, num_tokens)
+            self.states["positions"][:, int(self.cumulative_length) :] = -1
+            return
         length = self.cumulative_length - num_tokens
         kept = {name: self.states[name][:, :length] for name in ("keys", "positions")} if length else {}
         super().go_back_to({**states, **kept}, num_tokens)
@@ -290,6 +338,13 @@ CACHE_LAYERS = {
     "linear_attention": StateCacheLayer,
     "hybrid": KeyCacheLayer,
 }
+
+
+def fixed_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, marked to stay where it is, which compiled graphs rely on."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 # The config fields that decide what the tensors of a cache mean.
@@ -454,6 +509,9 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
         )
     lazy = getattr(cache, "layer_class_to_replicate", None) is not None and not cache.layers
     layers = [CACHE_LAYERS[layer_type]() for layer_type in config.layer_types] if lazy else list(cache.layers)
+    static = {}
+    if isinstance(cache, StaticCache):
+        static = {"max_cache_len": max(getattr(layer, "max_cache_len", None) or 0 for layer in layers)}
     if len(layers) != len(config.layer_types):
         raise ValueError(
             f"The cache belongs to another model: it has {len(layers)} layers, this model {len(config.layer_types)}. Make "
@@ -474,7 +532,7 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
                     f"The cache belongs to another model: its layer {index} is a filled {type(layer).__name__}, this "
                     f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config)."
                 )
-            layers[index] = expected()
+            layers[index] = expected(**static)
         rows = {len(tensor) for tensor in held}
         if rows and rows != {batch_size}:
             raise ValueError(

@@ -234,7 +234,7 @@ class RecurrentMixer(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         scored = self.readout.collect(key, lengths, layer_cache)
         memory_keys = self.memory_key(scored.keys)
-        key = memory_keys[:, -key.shape[1] :]
+        key = memory_keys if scored.is_causal else self.memory_key(key)
 
         # All reads of a group share one state: it is repeated for the op and stored once.
         groups = self.num_reads // self.num_states

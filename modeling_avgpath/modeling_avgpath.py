@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
@@ -119,6 +119,7 @@ class AvgPathPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": AvgPathDecoderLayer, "attentions": SoftmaxAttention}
     _keep_in_fp32_modules_strict = [
         "A_log",
@@ -187,11 +188,13 @@ class AvgPathModel(AvgPathPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        self._check_inputs(input_ids, inputs_embeds, cache)
+        is_compiling = torch.compiler.is_compiling()  # checks that look at values would break the graph
+        if not is_compiling:
+            self._check_inputs(input_ids, inputs_embeds, cache)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch_size, length = inputs_embeds.shape[:2]
-        if cache is not None:
+        if cache is not None and not is_compiling:
             adopt_cache(cache, self.config, batch_size)
             if hasattr(cache, "bind"):
                 cache.bind(self)
@@ -259,7 +262,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
                     f"{int(low)} to {int(high)}: the tokenizer may not belong to this model, or labels (-100) were given."
                 )
 
-    def _split_mask(self, attention_mask, batch_size: int, past_length: int, length: int):
+    def _split_mask(self, attention_mask, batch_size: int, past_length: int | torch.Tensor, length: int):
         """The mask for softmax layers, and `[B, T]` bool of what is real among the present tokens (`None`: all)."""
         if isinstance(attention_mask, dict):
             mask, padding = attention_mask.get("full_attention"), attention_mask.get("linear_attention")
@@ -274,14 +277,12 @@ class AvgPathModel(AvgPathPreTrainedModel):
             padding = None
         if padding is None:
             return mask, None
-        allowed = {(batch_size, past_length + length)}
-        if isinstance(attention_mask, dict):
-            allowed.add((batch_size, length))
-        if tuple(padding.shape) not in allowed:
-            past = f" ({past_length} cached + {length} new)" if past_length else ""
+        # A mask prepared per layer type covers the present tokens only.
+        expected = (batch_size, length if isinstance(attention_mask, dict) else int(past_length) + length)
+        if tuple(padding.shape) != expected:
+            past = f" ({expected[1] - length} cached + {length} new)" if expected[1] > length else ""
             raise ValueError(
-                f"attention_mask must have shape (batch, tokens) = ({batch_size}, {past_length + length}){past}, got "
-                f"{tuple(padding.shape)}."
+                f"attention_mask must have shape (batch, tokens) = {expected}{past}, got {tuple(padding.shape)}."
             )
         is_real = padding[:, -length:].bool()
         return mask, None if bool(is_real.all()) else is_real
@@ -328,6 +329,16 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
+        """The masks of a compiled decode step, keyed as `forward` reads them: causal for softmax layers, and padding."""
+        arguments = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "cache": cache}
+        masks = {"linear_attention": create_recurrent_attention_mask(**arguments)}
+        if "full_attention" in config.layer_types:
+            first = config.layer_types.index("full_attention")
+            masks["full_attention"] = create_causal_mask(**arguments, position_ids=position_ids, layer_idx=first)
+        return masks
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
@@ -380,6 +391,8 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("cache")
+        if isinstance(cache, StaticCache) and not cache.is_initialized:
+            adopt_cache(cache, self.config, batch_size=0)
         # A cache that Transformers has just made holds nothing yet; ours also counts tokens where no layer attends.
         if type(cache) is DynamicCache and not cache.offloading and not getattr(cache, "_is_user_defined", False):
             model_kwargs["cache"] = AvgPathCache(self.config)

@@ -188,7 +188,8 @@ def conjugate_gradients(
     stop = rz * tolerance**2
     for _ in range(max_steps):
         active = rz > stop
-        if x.device.type == "cpu" and not active.any():  # elsewhere the test would wait for the device
+        # Elsewhere the test would wait for the device, and it would break a compiled graph.
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not active.any():
             break
         ap = matrix(p)
         alpha = torch.where(active, rz / (p * ap).sum(-1, keepdim=True), 0)

@@ -18,8 +18,8 @@ class Keys(NamedTuple):
     """All keys that the L present queries of each row may score.
 
     Attributes:
-        keys: `[R, S, H_kv, D]`, un-rotated; the last L are the present tokens'.
-        positions: `[R, S]`, -1 at filler.
+        keys: `[R, S, H_kv, D]`, un-rotated.
+        positions: `[R, S]`, -1 at filler and in room that is not used yet.
         query_positions: `[R, L]`, -1 at filler.
         is_causal: whether plain causality over S = L keys says all about what is visible.
     """
@@ -64,7 +64,8 @@ class AttentionReadout(nn.Module):
         if lengths is not None:
             positions = positions.masked_fill(steps >= lengths[:, None], -1)
         keys, key_positions = (key, positions) if layer_cache is None else layer_cache.append_keys(key, positions)
-        return Keys(keys, key_positions, positions, is_causal=past is None and lengths is None)
+        is_causal = past is None and lengths is None and keys.shape[1] == length
+        return Keys(keys, key_positions, positions, is_causal)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`x` `[R, T, H, D]` rotated to `positions` `[R, T]`; unchanged without rotary embedding."""

@@ -1,0 +1,82 @@
+"""Static caches and compiled decoding: the same tokens, one graph without breaks, no recompilation as the text grows."""
+
+import pytest
+import torch
+from laws.cases import CASES, assert_close, random_ids, tiny_model
+from transformers import CompileConfig, StaticCache
+
+NEW = 14
+COMPILED = [  # one of each kind of memory, readout and cache; compiling takes seconds a model
+    "softmax", "sliding_softmax", "identity@mean_field", "linear", "delta_net@mean_field", "gated_delta_net", "mesa_net",
+    "ttt_linear@expectation", "ttt_mlp", "softmax_last",
+]  # fmt: skip
+
+
+def padded_prompt():
+    ids = random_ids(3, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, :2] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_static_equals_dynamic(case):
+    model = tiny_model(case)
+    ids, mask = padded_prompt()
+    arguments = {"attention_mask": mask, "do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
+    expected = model.generate(ids, **arguments)
+    static = model.generate(ids, cache_implementation="static", disable_compile=True, **arguments)
+    assert torch.equal(static, expected)
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_decoding_in_one_graph(case):
+    """Dynamo traces the decode step whole (`fullgraph`) and once; what runs the graph is another matter."""
+    model = tiny_model(case)
+    ids, mask = padded_prompt()
+    arguments = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}
+    expected = model.generate(ids, **arguments)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compile_config = CompileConfig(fullgraph=True, dynamic=False, mode=None, backend=backend)
+    compile_config._compile_all_devices = True
+    static = model.generate(ids, cache_implementation="static", compile_config=compile_config, **arguments)
+    assert torch.equal(static, expected)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_users_static_cache(case):
+    """In pieces, with addresses that stay and states that equal those of a dynamic cache."""
+    model = tiny_model(case)
+    ids = random_ids(2, 30)
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    logits = [model(ids[:, :9], cache=cache).logits]
+    addresses = [tensor.data_ptr() for layer in cache.layers for tensor in getattr(layer, "states", {}).values()]
+    logits += [model(ids[:, step : step + 1], cache=cache).logits for step in range(9, 14)]
+    logits += [model(ids[:, 14:], cache=cache).logits]
+    assert_close(torch.cat(logits, dim=1), model(ids).logits)
+    assert addresses == [
+        tensor.data_ptr() for layer in cache.layers for tensor in getattr(layer, "states", {}).values()
+    ]
+
+
+@pytest.mark.parametrize("case", ["softmax_last", "three_cache_kinds", "all_recurrent"])
+def test_static_with_prompt_lookup_and_beams(case):
+    model = tiny_model(case)
+    ids = torch.cat((random_ids(1, 9), random_ids(1, 9)), dim=1)
+    arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+    for extra in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 3}):
+        expected = model.generate(ids, **extra, **arguments)
+        # Room for the drafts that are taken back: Transformers itself makes none.
+        cache = StaticCache(config=model.config, max_cache_len=60)
+        if "num_beams" in extra:
+            cache = None
+        static = {"cache": cache} if cache is not None else {"cache_implementation": "static", "disable_compile": True}
+        assert torch.equal(model.generate(ids, **extra, **static, **arguments), expected)
