@@ -1,8 +1,8 @@
 """Transformers' common model tests, from the source archive of the installed version.
 
-The wheel has no tests; the source archive on PyPI has the top level of them. It is looked for in the file or folder that
-the environment variable AVGPATH_TRANSFORMERS_SOURCE names, then in the cache (`~/.cache/avgpath-tests`, or under
-XDG_CACHE_HOME), else fetched by pip into the cache.
+The wheel has no tests; the source archive on PyPI has the top level of them. It is taken from the cache
+(`~/.cache/avgpath-tests`, or under XDG_CACHE_HOME), into which pip fetches it at first. The environment variable
+AVGPATH_TRANSFORMERS_SOURCE may name the archive instead, or a folder in which it is unpacked.
 """
 
 import importlib
@@ -53,7 +53,8 @@ def find_source() -> Path:
                         files.extractall(folder, filter="data")
                     (Path(folder) / source.name).rename(source)  # last, so that a folder in place is a whole one
     except (OSError, tarfile.TarError) as error:
-        raise Unreachable(f"{type(error).__name__}: {error}") from error
+        first_line = str(error).partition("\n")[0]
+        raise Unreachable(f"{type(error).__name__}: {first_line}") from error
     return source
 
 

@@ -4,6 +4,7 @@
 in another way, each with its reason; they call the suite's own.
 """
 
+import contextlib
 import inspect
 import typing
 from unittest import mock
@@ -76,6 +77,15 @@ class Overrides:
         if explained is None:
             self.fail(f"unexplained skip: {reason}")
         super().skipTest(f"{explained} ({reason})")
+
+    @contextlib.contextmanager
+    def subTest(self, message: str = "", **parameters):
+        """Subtests, one per parameter in places, are part of their test: to report each costs more than to run it."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in the subtest {message} {parameters or ''}")
+            raise
 
     def test_skips_are_explained(self):
         """The same for tests that are skipped before they start."""

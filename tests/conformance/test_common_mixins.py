@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+from conformance.archive import Unreachable, load_suite
+from conformance.deviations import Overrides
 from laws.cases import VOCAB, random_ids, tiny_config
 from transformers import logging
 
-from conformance.archive import Unreachable, load_suite
-from conformance.deviations import Overrides
 from modeling_avgpath import (
     AvgPathCache,
     AvgPathConfig,

@@ -5,7 +5,7 @@ import torch
 from laws.cases import CASES, VOCAB, random_ids, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SEEDS = 20
+SEEDS = 6
 NEW = 12
 
 
