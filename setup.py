@@ -21,7 +21,7 @@ TRAIN = [
 ]
 
 # flash-linear-attention's plain reference functions are oracles of the tests; they run on the CPU.
-TEST = [*TRAIN, *FLA, "hypothesis>=6.100", "pytest>=9.0", "pytest-xdist>=3.6"]
+TEST = [*TRAIN, *FLA, "hypothesis>=6.100", "parameterized>=0.9", "pytest>=9.0", "pytest-xdist>=3.6"]
 
 setup(
     name="avgpath",

@@ -324,7 +324,9 @@ class KeyCacheLayer(StateCacheLayer):
 
     def go_back_to(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
         if self.is_static:
+            room = {name: self.states[name] for name in ("keys", "positions")}
             super().go_back_to(states, num_tokens)
+            self.states = {**self.states, **room}
             self.states["positions"][:, int(self.cumulative_length) :] = -1
             return
         length = self.cumulative_length - num_tokens
@@ -533,6 +535,8 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
                     f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config)."
                 )
             layers[index] = expected(**static)
+            if getattr(layer, "record_past", False):
+                layers[index].activate_past_recording()
         rows = {len(tensor) for tensor in held}
         if rows and rows != {batch_size}:
             raise ValueError(

@@ -314,6 +314,8 @@ class AvgPathModel(AvgPathPreTrainedModel):
             cache=cache,
             position_ids=position_ids,
             layer_idx=layer_types.index("full_attention"),
+            # A static cache has room that one query must not see, whether or not the step is compiled.
+            allow_is_causal_skip=not (isinstance(cache, StaticCache) and inputs_embeds.shape[1] == 1),
         )
 
 

@@ -682,8 +682,9 @@ def _read_expectation(
     sums = None
     for start in range(0, num, positions.block):
         stop = min(start + positions.block, num)
-        # A CPU can skip what no query attends to; an accelerator would stall for the answer.
-        if allowed.device.type == "cpu" and not allowed[:, :, start:stop].any():
+        # A CPU can skip what no query attends to; an accelerator would stall for the answer, a compiled graph break.
+        is_readable = allowed.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_readable and not allowed[:, :, start:stop].any():
             continue
         arguments = (positions, start, stop, scoring_q, allowed, peak, layers, part)
         if torch.is_grad_enabled():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from laws.cases import assert_close, assert_same_state, random_ids, state_of
+from transformers import DynamicCache
 
 from modeling_avgpath import AvgPathCache
 
@@ -114,3 +115,15 @@ def test_what_is_recorded_does_not_grow_with_the_text(model):
 def test_depth_must_be_positive(model):
     with pytest.raises(ValueError, match="at least 1; got 0"):
         AvgPathCache(model.config).activate_past_recording(0)
+
+
+@torch.no_grad()
+def test_a_plain_dynamic_cache_records_too(model):
+    """Recording asked of a DynamicCache before its layers became ours."""
+    ids = random_ids(1, 12)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(ids, cache=cache)
+    cache.crop(-4)
+    more = random_ids(1, 3, seed=2)
+    assert_close(model(more, cache=cache).logits, model(torch.cat((ids[:, :8], more), dim=1)).logits[:, 8:])
