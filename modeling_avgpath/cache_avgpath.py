@@ -62,10 +62,6 @@ class Recorded:
     def __len__(self) -> int:
         return next(iter(self.streams.values())).shape[1]
 
-    def __deepcopy__(self, memo) -> "Recorded":
-        # The tensors are copied, the mixer behind the function is the model's and stays.
-        return self.map(torch.Tensor.clone)
-
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Recorded":
         """The same piece with every tensor replaced."""
         return replace(
@@ -191,7 +187,19 @@ class StateCacheLayer(CacheLayerMixin):
         twin = type(self)()
         twin.__dict__.update(self.__dict__)
         twin.states, twin.history = dict(self.states), list(self.history)
+        if self.is_static:
+            twin.cumulative_length = self.cumulative_length.clone()
         return twin
+
+    def __deepcopy__(self, memo) -> "StateCacheLayer":
+        # Cloned one by one: deepcopy refuses tensors that carry a graph, which a cache filled without no_grad holds.
+        twin = self.snapshot()
+        twin.map_states(torch.Tensor.clone)
+        return twin
+
+    def __getstate__(self) -> dict:
+        # What was recorded would take the model along.
+        return {**self.__dict__, "history": []}
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -254,7 +262,9 @@ class StateCacheLayer(CacheLayerMixin):
             self.states = dict(states)
 
     def reset(self) -> None:
+        records, depth = self.record_past, self.recorded_depth
         self.__init__(self.max_cache_len)
+        self.record_past, self.recorded_depth = records, depth
 
     def map_states(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor held, recorded ones included, by `function` of it."""
@@ -353,13 +363,24 @@ def fixed_buffer(tensor: torch.Tensor) -> torch.Tensor:
 CACHE_FIELDS = (
     "mixer_types", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "sliding_window",
-    "ttt_conv_kernel_dim", "ttt_mini_batch_size",
+    "ttt_conv_kernel_dim", "ttt_mini_batch_size", "rope_parameters", "use_rope", "use_qk_norm",
 )  # fmt: skip
 
 
 def cache_fields(config) -> dict[str, object]:
     """The fields of a config that a cache made for it depends on."""
     return {name: getattr(config, name) for name in CACHE_FIELDS}
+
+
+def copy_layer(layer, memo: dict | None = None):
+    """An independent copy of any cache layer, tensors cloned."""
+    if hasattr(layer, "states"):
+        return copy.deepcopy(layer, memo)
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            setattr(twin, name, value.clone())
+    return twin
 
 
 def layer_tensors(layer) -> list[torch.Tensor]:
@@ -389,6 +410,8 @@ class AvgPathCache(DynamicCache):
     """
 
     def __init__(self, config):
+        if not hasattr(config, "mixer_types"):
+            raise TypeError(f"AvgPathCache needs the AvgPathConfig of its model, got {type(config).__name__}.")
         Cache.__init__(self, layers=[CACHE_LAYERS[layer_type]() for layer_type in config.layer_types])
         self.fields = cache_fields(config)
         self.fingerprint: str | None = None  # of the model that a loaded cache was filled by, until it is checked
@@ -469,8 +492,20 @@ class AvgPathCache(DynamicCache):
         super().crop(tokens_to_remove)
 
     def fork(self) -> "AvgPathCache":
-        """An independent copy: what is done to one leaves the other as it is."""
+        """An independent copy: what is done to one leaves the other as it is. Gradients flow through both."""
         return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo) -> "AvgPathCache":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.layers = [copy_layer(layer, memo) for layer in self.layers]
+        return twin
+
+    def __getstate__(self) -> dict:
+        # A pickled cache cannot point at its model; it keeps the fingerprint, as a saved one does.
+        model = self._model() if self._model is not None else None
+        fingerprint = model_fingerprint(model) if model is not None else self.fingerprint
+        return {**self.__dict__, "_model": None, "fingerprint": fingerprint}
 
     @property
     def nbytes_per_layer(self) -> list[int]:
@@ -498,6 +533,8 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
     Raises:
         ValueError: the cache holds another model's layers or another batch size; nothing is changed then.
     """
+    if not hasattr(cache, "layers"):
+        raise TypeError(f"A {type(cache).__name__} cannot hold a decoder's states: use AvgPathCache(config).")
     fields = cache_fields(config)
     made_for = getattr(cache, "fields", fields)
     different = [
@@ -546,6 +583,10 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
     if lazy:
         cache.layer_class_to_replicate = None
     cache.layers, cache.fields = layers, fields
+    if type(cache) is DynamicCache and not cache.offloading:
+        # From here on it can do, and checks, what ours does: the object that its owner holds becomes one.
+        cache.__class__ = AvgPathCache
+        cache.fingerprint, cache._model = None, None
 
 
 __all__ = ["AvgPathCache"]

@@ -196,7 +196,7 @@ class AvgPathConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     max_position_embeddings: int = 8192
     initializer_range: float | int = 0.02
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | int = 1e-6
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -228,12 +228,12 @@ class AvgPathConfig(PreTrainedConfig):
     query_map: bool = False
     linear_a_log_min: float | int = 0.0
     linear_a_log_max: float | int = 16.0
-    linear_dt_min: float = 0.001
-    linear_dt_max: float = 0.1
-    linear_dt_init_floor: float = 1e-4
+    linear_dt_min: float | int = 0.001
+    linear_dt_max: float | int = 0.1
+    linear_dt_init_floor: float | int = 1e-4
 
     mesa_max_cg_steps: int = 30
-    mesa_tolerance: float = 1e-6
+    mesa_tolerance: float | int = 1e-6
     mesa_lambda_min: float | int = 0.25
     mesa_lambda_init: float | int = 1.0
 
@@ -269,8 +269,10 @@ class AvgPathConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name, value):
+        is_done = getattr(self, "_post_init_done", False)
+        is_tiled = is_done and name == "num_hidden_layers" and self.mixer_types == self._tiled_specs()
         super().__setattr__(name, value)
-        if not getattr(self, "_post_init_done", False):
+        if not is_done:
             return
         # Overrides of from_pretrained arrive here: the layers follow whichever description was changed last.
         if name == "mixer_types" and value is not None:
@@ -280,6 +282,8 @@ class AvgPathConfig(PreTrainedConfig):
         elif name in ("mixer", "hybrid_ratio", "layer_pattern"):
             if name != "layer_pattern":
                 super().__setattr__("layer_pattern", None)
+            self.mixer_types = self._tiled_specs()
+        elif is_tiled:
             self.mixer_types = self._tiled_specs()
         elif name == "num_hidden_layers" and len(self.mixer_types) != value:
             self.mixer_types = [self.mixer_types[i % len(self.mixer_types)] for i in range(value)]
@@ -326,6 +330,16 @@ class AvgPathConfig(PreTrainedConfig):
             "linear_value_head_dim", "linear_conv_kernel_dim", "ttt_conv_kernel_dim", "ttt_mini_batch_size",
             "mesa_max_cg_steps", "max_position_embeddings",
         )  # fmt: skip
+        for low, name, high in (
+            (0, "rms_norm_eps", 1), (0, "initializer_range", 10), (0, "attention_dropout", 1), (0, "linear_a_log_min", None),
+            (self.linear_a_log_min, "linear_a_log_max", None), (self.linear_dt_min, "linear_dt_max", None),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value < low or (high is not None and value > high):
+                limits = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ValueError(f"{name} must be {limits}, got {value}.")
+        if self.linear_dt_min <= 0:
+            raise ValueError(f"linear_dt_min must be positive, got {self.linear_dt_min}.")
         if len(self.mixer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"mixer_types names {len(self.mixer_types)} layers but num_hidden_layers is {self.num_hidden_layers}: give "

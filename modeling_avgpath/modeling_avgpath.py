@@ -60,6 +60,8 @@ class AvgPathMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(f"Unknown hidden_act {config.hidden_act!r}. Known: {', '.join(sorted(ACT2FN))}.")
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,6 +157,10 @@ class AvgPathModel(AvgPathPreTrainedModel):
     def __init__(self, config: AvgPathConfig):
         super().__init__(config)
         config.validate_architecture()  # fields may have been assigned since its construction
+        if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
+            raise ValueError(
+                f"pad_token_id {config.pad_token_id} is outside the vocabulary, 0 ... {config.vocab_size - 1}."
+            )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(AvgPathDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -201,14 +207,17 @@ class AvgPathModel(AvgPathPreTrainedModel):
         past_length = cache.get_seq_length() if cache is not None else 0
 
         mask, is_real = self._split_mask(attention_mask, batch_size, past_length, length)
-        starts = self._find_documents(cu_seq_lens_q, seq_idx, position_ids, cache, is_real, (batch_size, length))
+        has_own_mask = isinstance(mask, torch.Tensor) and mask.ndim == 4 and not isinstance(attention_mask, dict)
+        starts = self._find_documents(
+            cu_seq_lens_q, seq_idx, position_ids, cache, is_real, has_own_mask, (batch_size, length)
+        )
         if starts is not None:
-            if cache is not None and past_length > 0:
+            if cache is not None:
                 raise ValueError(
-                    "Packed documents cannot continue from a filled cache, which holds one text per row: unpack them into "
-                    "rows, or leave the cache out."
+                    "Packed documents cannot go into a cache, which holds one text per row: unpack them into rows, or leave "
+                    "the cache out."
                 )
-            use_cache, cache, mask = False, None, None
+            use_cache, mask = False, None
             alignment = align_documents(starts, is_real)
             if is_real is not None:
                 # Padding belongs to no document: as one-token documents of their own, pads are seen by nothing real.
@@ -246,6 +255,11 @@ class AvgPathModel(AvgPathPreTrainedModel):
 
     def _check_inputs(self, input_ids, inputs_embeds, cache) -> None:
         name, given = ("input_ids", input_ids) if input_ids is not None else ("inputs_embeds", inputs_embeds)
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(given).__name__}.")
+        if (input_ids is None) != given.is_floating_point() or given.dtype == torch.bool:
+            wanted = "integer" if input_ids is not None else "floating-point"
+            raise TypeError(f"{name} must be a {wanted} tensor, got {given.dtype}.")
         shape = given.shape if input_ids is not None else given.shape[:-1]
         if len(shape) != 2:
             raise ValueError(f"{name} must have a batch and a time axis, got shape {tuple(given.shape)}.")
@@ -284,16 +298,28 @@ class AvgPathModel(AvgPathPreTrainedModel):
             raise ValueError(
                 f"attention_mask must have shape (batch, tokens) = {expected}{past}, got {tuple(padding.shape)}."
             )
+        if padding.is_floating_point() and padding.device.type == "cpu" and bool((padding < 0).any()):
+            raise ValueError(
+                "A 2-dimensional attention_mask is 1 at real tokens and 0 at padding; negative values look like an additive "
+                "mask, in which 0 means real."
+            )
         is_real = padding[:, -length:].bool()
         return mask, None if bool(is_real.all()) else is_real
 
-    def _find_documents(self, cu_seq_lens_q, seq_idx, position_ids, cache, is_real, shape) -> torch.Tensor | None:
+    def _find_documents(
+        self, cu_seq_lens_q, seq_idx, position_ids, cache, is_real, has_own_mask: bool, shape: tuple[int, int]
+    ) -> torch.Tensor | None:
         if position_ids is not None and tuple(position_ids.shape) not in {shape, (1, shape[1])}:
             raise ValueError(
                 f"position_ids must have shape {shape} or (1, {shape[1]}), got {tuple(position_ids.shape)}."
             )
-        # Positions repeat for innocent reasons in padded or continued batches: there only explicit descriptions count.
-        resets = position_ids if cache is None and is_real is None else None
+        if has_own_mask and (cu_seq_lens_q is not None or seq_idx is not None):
+            raise ValueError(
+                "Give either a 4-dimensional attention_mask or a description of packed documents, not both."
+            )
+        # Positions repeat for innocent reasons under padding, a cache or a mask of one's own (a tree of drafts, say):
+        # there only explicit descriptions count.
+        resets = position_ids if cache is None and is_real is None and not has_own_mask else None
         return find_document_starts(shape, cu_seq_lens_q, seq_idx, resets)
 
     @staticmethod

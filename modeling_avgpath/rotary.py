@@ -19,6 +19,9 @@ class AvgPathRotaryEmbedding(nn.Module):
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]
+        if self.rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            known = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+            raise ValueError(f"Unknown rope_type {self.rope_type!r} in rope_parameters. Known: {known}.")
         initialise = (
             self.compute_default_rope_parameters if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
         )

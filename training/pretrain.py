@@ -161,6 +161,7 @@ class Pretraining:
                 )
             pause = time.perf_counter()
             if checkpoint.every_steps and self.step % checkpoint.every_steps == 0 and not last:
+                self.check_finite(float(loss), float(norm))  # before the last good checkpoint makes room for this one
                 self.save(self.folder / "checkpoints" / f"step-{self.step:06d}")
                 if self.accelerator.is_main_process:
                     prune_checkpoints(self.folder / "checkpoints", checkpoint.keep_last)
@@ -171,12 +172,20 @@ class Pretraining:
         self.progress.close()
         return self.save(self.folder / "final")
 
+    def check_finite(self, loss: float, norm: float) -> None:
+        """Raises SetupError where the loss or the gradient's norm has left the numbers."""
+        # Under fp16 an infinite norm is the loss scaler's daily business.
+        if math.isfinite(loss) and (math.isfinite(norm) or self.accelerator.scaler is not None):
+            return
+        checkpoints = self.folder / "checkpoints"
+        kept = f"; checkpoints from before are in {checkpoints}" if checkpoints.exists() else ""
+        raise SetupError(
+            f"the loss is {loss} and the gradient's norm {norm} at step {self.step}: lower optimizer.learning_rate or "
+            f"lengthen schedule.warmup_steps{kept}"
+        )
+
     def log_step(self, loss: float, norm: float, learning_rate: float, steps_per_second: float) -> None:
-        if not math.isfinite(loss):
-            raise SetupError(
-                f"the loss is {loss} at step {self.step}: lower optimizer.learning_rate or lengthen "
-                f"schedule.warmup_steps; checkpoints from before are in {self.folder / 'checkpoints'}"
-            )
+        self.check_finite(loss, norm)
         tokens_per_second = steps_per_second * self.tokens_per_step
         self.metrics.write(
             "train",

@@ -71,6 +71,23 @@ def test_overrides_while_loading(tmp_path):
         load(mixer="mamba")
 
 
+def test_overrides_in_any_order(tmp_path):
+    AvgPathConfig(mixer="delta_net", hybrid_ratio="3:1", num_hidden_layers=4).save_pretrained(tmp_path)
+    expected = ["delta_net", "delta_net", "softmax"] * 2
+    for overrides in (
+        {"hybrid_ratio": "2:1", "num_hidden_layers": 6},
+        {"num_hidden_layers": 6, "hybrid_ratio": "2:1"},
+    ):
+        assert AutoConfig.from_pretrained(tmp_path, **overrides).mixer_types == expected
+    config = AutoConfig.from_pretrained(tmp_path)
+    for depth in (2, 4):
+        config.num_hidden_layers = depth
+    assert config.mixer_types == ["delta_net"] * 3 + ["softmax"]
+    config.layer_pattern = ["linear", "linear", "softmax"]
+    config.num_hidden_layers = 6
+    assert config.mixer_types == ["linear", "linear", "softmax"] * 2
+
+
 def test_derived_heads():
     config = AvgPathConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
     assert (config.head_dim, config.num_key_value_heads) == (24, 2)
@@ -105,6 +122,11 @@ def test_derived_heads():
         ({"mixer": "ttt_linear", "ttt_base_lr": -1.0}, ["ttt_base_lr", "-1.0"]),
         ({"mixer": "mesa_net", "mesa_lambda_init": 0.1}, ["mesa_lambda_min", "0.1"]),
         ({"mixer": "mesa_net", "mesa_tolerance": 2.0}, ["mesa_tolerance", "2.0"]),
+        ({"linear_dt_min": 0}, ["linear_dt_min", "positive"]),
+        ({"linear_dt_min": 0.5}, ["linear_dt_max", "0.5", "0.1"]),
+        ({"linear_a_log_min": -1}, ["linear_a_log_min", "-1"]),
+        ({"attention_dropout": 1.5}, ["attention_dropout", "between 0 and 1", "1.5"]),
+        ({"rms_norm_eps": -1e-6}, ["rms_norm_eps", "-1e-06"]),
         ({"head_dim": 15}, ["even head_dim", "15", "use_rope"]),
     ],
 )

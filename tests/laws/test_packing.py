@@ -71,14 +71,29 @@ def test_packed_gradients_equal_single_ones(model):
         assert (packed.get(name, torch.zeros_like(parameter)) - single).norm() <= 1e-4 * scale, name
 
 
-def test_packing_into_a_filled_cache_is_refused():
+@pytest.mark.parametrize("length", [0, 4])
+def test_packing_into_a_cache_is_refused(length):
     model = tiny_model("softmax_last")
     cache = AvgPathCache(model.config)
-    model(random_ids(1, 4), cache=cache)
-    before = cache.get_seq_length()
-    with pytest.raises(ValueError, match="Packed documents cannot continue"):
+    if length:
+        model(random_ids(1, length), cache=cache)
+    with pytest.raises(ValueError, match="Packed documents cannot go into a cache"):
         model(random_ids(1, 6), cache=cache, cu_seq_lens_q=torch.tensor([0, 2, 6]))
-    assert cache.get_seq_length() == before
+    assert cache.get_seq_length() == length
+
+
+@torch.no_grad()
+def test_a_mask_of_ones_own_is_no_packing():
+    """Positions that repeat under a 4-dimensional mask, as in a tree of drafts, leave the mask in force."""
+    model = tiny_model("all_softmax")
+    ids, mask = random_ids(1, 6), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    mask[..., 4, 3] = mask[..., 5, 3] = False  # tokens 3 and 4 are alternatives for one place
+    positions = torch.tensor([[0, 1, 2, 3, 3, 4]])
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    branch = model(ids[:, [0, 1, 2, 4, 5]]).logits
+    assert_close(logits[:, [0, 1, 2, 4, 5]], branch)
+    with pytest.raises(ValueError, match="not both"):
+        model(ids, attention_mask=mask, seq_idx=torch.zeros(1, 6, dtype=torch.long))
 
 
 @pytest.mark.parametrize(

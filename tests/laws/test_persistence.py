@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import random
 
 import pytest
@@ -73,6 +74,40 @@ def test_a_fork_leaves_the_original(model, duplicate, record):
     assert cache.get_seq_length() == 13
     for name, state in state_of(cache).items():
         assert torch.equal(state, before[name]), name
+
+
+def test_a_fork_of_a_cache_with_gradients(model):
+    """Filled without no_grad, a cache carries its graph; forks do too, and share nothing else."""
+    cache = AvgPathCache(model.config)
+    embeddings = model.get_input_embeddings()(random_ids(1, 9)).detach().requires_grad_()
+    model(inputs_embeds=embeddings, cache=cache)
+    fork = cache.fork()
+    model(random_ids(1, 3), cache=fork).logits.square().sum().backward()
+    assert embeddings.grad.abs().sum() > 0
+    assert cache.get_seq_length() == 9 and fork.get_seq_length() == 12
+
+
+def test_pickle(model, case):
+    """As between processes: it continues bit for bit, and only with the weights that filled it."""
+    cache = filled(model)
+    cache.activate_past_recording()
+    twin = pickle.loads(pickle.dumps(cache))
+    assert_bitwise(twin, cache)
+    with pytest.raises(ValueError, match="other weights"):
+        continued(tiny_model(case, seed=1), twin)
+    assert torch.equal(continued(model, twin), continued(model, cache))
+
+
+def test_reset_keeps_recording(model):
+    cache = AvgPathCache(model.config)
+    cache.activate_past_recording(4)
+    with torch.no_grad():
+        model(random_ids(2, 9), cache=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        model(random_ids(2, 9, seed=2), cache=cache)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 5
 
 
 def test_an_empty_cache_is_saved_as_such(model, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from laws.cases import assert_close, assert_same_state, random_ids, state_of
+from laws.cases import assert_close, assert_same_state, random_ids, state_of, tiny_model
 from transformers import DynamicCache
 
 from modeling_avgpath import AvgPathCache
@@ -127,3 +127,15 @@ def test_a_plain_dynamic_cache_records_too(model):
     cache.crop(-4)
     more = random_ids(1, 3, seed=2)
     assert_close(model(more, cache=cache).logits, model(torch.cat((ids[:, :8], more), dim=1)).logits[:, 8:])
+
+
+@torch.no_grad()
+def test_a_plain_dynamic_cache_is_not_cropped_in_part():
+    """It becomes one of ours, whose crop checks all layers first."""
+    model = tiny_model("softmax_first")
+    cache = DynamicCache(config=model.config)
+    model(random_ids(1, 9), cache=cache)
+    assert type(cache) is AvgPathCache
+    with pytest.raises(RuntimeError, match="Cannot remove 2 tokens"):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9, 9]

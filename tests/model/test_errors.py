@@ -3,6 +3,7 @@
 import pytest
 import torch
 from laws.cases import VOCAB, random_ids, tiny_model
+from transformers import LlamaConfig
 
 from modeling_avgpath import AvgPathCache
 
@@ -30,6 +31,13 @@ def model(request):
         ({"input_ids": random_ids(2, 5), "attention_mask": torch.ones(1, 5)}, ["(2, 5)", "(1, 5)"]),
         ({"input_ids": random_ids(2, 5), "attention_mask": torch.ones(2, 1, 5, 5)}, ["4-dimensional", "2-dimensional"]),
         ({"input_ids": random_ids(2, 5), "position_ids": torch.arange(4)[None]}, ["position_ids", "(2, 5)", "(1, 4)"]),
+        ({"input_ids": [[1, 2]]}, ["input_ids must be a tensor", "list"]),
+        ({"input_ids": torch.ones(1, 3)}, ["integer tensor", "torch.float32"]),
+        ({"inputs_embeds": torch.ones(1, 3, 24, dtype=torch.long)}, ["floating-point tensor", "torch.int64"]),
+        (
+            {"input_ids": random_ids(1, 2), "attention_mask": torch.tensor([[0.0, -1e9]])},
+            ["additive", "1 at real tokens"],
+        ),
         ({"input_ids": random_ids(1, 2), "cache": ()}, ["AvgPathCache(model.config)", "tuple"]),
     ],
 )
@@ -66,6 +74,26 @@ def test_a_cache_of_other_shapes_is_refused():
     stranger(random_ids(1, 5), cache=cache)
     with pytest.raises(ValueError, match="another model"):
         model(random_ids(1, 3), cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_act": "swishh"}, ["'swishh'", "silu"]),
+        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, ["'foo'", "yarn"]),
+        ({"pad_token_id": VOCAB}, [f"pad_token_id {VOCAB}", f"{VOCAB - 1}"]),
+    ],
+)
+def test_fields_that_the_model_cannot_use(fields, words):
+    with pytest.raises((ValueError, KeyError)) as error:
+        tiny_model("softmax_last", **fields)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_cache_needs_our_config():
+    with pytest.raises(TypeError, match="AvgPathConfig"):
+        AvgPathCache(LlamaConfig())
 
 
 @torch.no_grad()
