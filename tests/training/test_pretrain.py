@@ -206,3 +206,17 @@ def test_ctrl_c_after_training_keeps_the_final_model(workplace, capsys, monkeypa
     assert pretrain.main(["tiny.yaml", "output_dir=cut", "train.steps=2", "validation.every_steps=0"]) == 130
     assert "training is complete, model in cut/final" in capsys.readouterr().err
     assert load(workplace.folder / "cut" / "final")[0].config.model_type == "avgpath"
+
+
+def test_a_diverged_run_keeps_the_last_good_checkpoint(workplace):
+    """A learning rate that ruins the weights at once: the run stops before a ruined checkpoint replaces a good one."""
+    result = workplace.run(
+        "output_dir=diverged", "optimizer.learning_rate=1e30", "train.log_every=100", "checkpoint.every_steps=1",
+        "train.max_grad_norm=1e9",
+    )  # fmt: skip
+    assert result.returncode not in (0, None)
+    assert "lower optimizer.learning_rate" in result.stderr
+    checkpoints = list((workplace.folder / "diverged" / "checkpoints").glob("step-*"))
+    for checkpoint in checkpoints:
+        model, _ = load(checkpoint)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
