@@ -85,6 +85,8 @@ def attend_visible(
 class SoftmaxProjections(nn.Module):
     """What every softmax-scored layer shares: grouped q, k, v, o projections, QK norm and the scoring's shape."""
 
+    has_values = True
+
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config = config
@@ -96,21 +98,23 @@ class SoftmaxProjections(nn.Module):
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        if self.has_values:
+            self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = AvgPathRMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.k_norm = AvgPathRMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
+
+    def project_keys(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q `[B, T, H, D]` and k `[B, T, H_kv, D]`, normalised where configured, un-rotated."""
+        query, key = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj))
+        return (query, key) if self.q_norm is None else (self.q_norm(query), self.k_norm(key))
 
     def project(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q `[B, T, H, D]` and k, v `[B, T, H_kv, D]`; q and k normalised and rotated where configured."""
-        query, key, value = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.project_keys(hidden_states)
+        value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         if position_embeddings is not None:
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         return query, key, value

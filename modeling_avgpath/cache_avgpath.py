@@ -25,7 +25,7 @@ RECORDED_TOKENS = 128
 RowFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-def run_rows(
+def run_aligned(
     function: RowFunction, streams: dict[str, torch.Tensor], alignment: Alignment | None, layer_cache
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """`function` on the streams `[B, T, ...]`, in rows if `alignment` says so; outputs `[B, T, ...]` and new states."""
@@ -40,7 +40,7 @@ def advance(
     """`function` on the streams, from the state of `layer_cache` and with its new state kept there, if there is one."""
     if layer_cache is not None:
         return layer_cache.advance(function, streams, alignment)
-    return run_rows(function, streams, alignment, None)[0]
+    return run_aligned(function, streams, alignment, None)[0]
 
 
 @dataclass
@@ -156,7 +156,7 @@ class StateCacheLayer(CacheLayerMixin):
         return torch.cat(outputs, dim=1)
 
     def _advance(self, function, streams, alignment, length: int) -> torch.Tensor:
-        outputs, states = run_rows(function, streams, alignment, self)
+        outputs, states = run_aligned(function, streams, alignment, self)
         self._store(states)
         self.cumulative_length += length  # in place where it is a tensor
         self.is_initialized = True
@@ -372,23 +372,35 @@ def cache_fields(config) -> dict[str, object]:
     return {name: getattr(config, name) for name in CACHE_FIELDS}
 
 
+def snapshot_layer(layer):
+    """A copy of any cache layer that shares the present tensors; updates of one do not reach the other."""
+    return layer.snapshot() if hasattr(layer, "states") else copy.copy(layer)
+
+
 def copy_layer(layer, memo: dict | None = None):
     """An independent copy of any cache layer, tensors cloned."""
     if hasattr(layer, "states"):
         return copy.deepcopy(layer, memo)
-    twin = copy.copy(layer)
+    twin = snapshot_layer(layer)
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):
             setattr(twin, name, value.clone())
     return twin
 
 
-def layer_tensors(layer) -> list[torch.Tensor]:
-    """All tensors that a cache layer holds now."""
+def named_tensors(layer) -> dict[str, torch.Tensor]:
+    """What any cache layer needs to go on, by name."""
     if hasattr(layer, "states"):
-        recorded = [tensor for piece in layer.history for tensor in (*piece.states.values(), *piece.streams.values())]
-        return [*layer.states.values(), *recorded]
-    return [tensor for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)) if tensor is not None]
+        return layer.states
+    named = {name: getattr(layer, name, None) for name in ("keys", "values")}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def layer_tensors(layer) -> list[torch.Tensor]:
+    """All tensors that a cache layer holds now, those recorded to go back included."""
+    history = getattr(layer, "history", ())
+    recorded = [tensor for piece in history for tensor in (*piece.states.values(), *piece.streams.values())]
+    return [*named_tensors(layer).values(), *recorded]
 
 
 class AvgPathCache(DynamicCache):
@@ -437,12 +449,10 @@ class AvgPathCache(DynamicCache):
         """
         tensors, lengths = {}, []
         for index, layer in enumerate(self.layers):
-            states = layer.states if hasattr(layer, "states") else {"keys": layer.keys, "values": layer.values}
-            tensors |= {f"{index}.{name}": state for name, state in states.items() if state is not None}
+            tensors |= {f"{index}.{name}": tensor for name, tensor in named_tensors(layer).items()}
             lengths.append(layer.get_seq_length())
-        model = self._model() if self._model is not None else None
-        fingerprint = model_fingerprint(model) if model is not None else self.fingerprint
-        write_cache(folder, tensors, {"fields": self.fields, "lengths": lengths, "fingerprint": fingerprint})
+        facts = {"fields": self.fields, "lengths": lengths, "fingerprint": self._present_fingerprint()}
+        write_cache(folder, tensors, facts)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike, device: str | torch.device = "cpu") -> "AvgPathCache":
@@ -503,9 +513,12 @@ class AvgPathCache(DynamicCache):
 
     def __getstate__(self) -> dict:
         # A pickled cache cannot point at its model; it keeps the fingerprint, as a saved one does.
+        return {**self.__dict__, "_model": None, "fingerprint": self._present_fingerprint()}
+
+    def _present_fingerprint(self) -> str | None:
+        """That of the model that filled this cache, or while none has been seen, what the cache was loaded with."""
         model = self._model() if self._model is not None else None
-        fingerprint = model_fingerprint(model) if model is not None else self.fingerprint
-        return {**self.__dict__, "_model": None, "fingerprint": fingerprint}
+        return model_fingerprint(model) if model is not None else self.fingerprint
 
     @property
     def nbytes_per_layer(self) -> list[int]:

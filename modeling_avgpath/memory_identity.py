@@ -2,30 +2,22 @@
 """Memory `identity`: mu(k) = k, so the mean key itself is the output. This is attention with K = V: half the cache."""
 
 import torch
-from torch import nn
 
+from .attention import SoftmaxProjections
 from .cache_avgpath import advance
-from .norms import AvgPathRMSNorm
 from .readout import AttentionReadout
 
 
-class IdentityMixer(nn.Module):
+class IdentityMixer(SoftmaxProjections):
     """K = V attention, scored with rotated keys and averaging un-rotated ones.
 
     The shape of multi-head latent attention and of shared-KV multi-query attention; expectation and mean field agree.
     """
 
+    has_values = False
+
     def __init__(self, config, layer_idx: int):
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = AvgPathRMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
-        self.k_norm = AvgPathRMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
+        super().__init__(config, layer_idx)
         self.readout = AttentionReadout(config)
 
     def forward(
@@ -37,10 +29,7 @@ class IdentityMixer(nn.Module):
         layer_cache=None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        query, key = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj))
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-
+        query, key = self.project_keys(hidden_states)
         output = advance(self.run_rows, {"query": query, "key": key}, alignment, layer_cache)
         return self.o_proj(output.flatten(2)), None
 

@@ -8,8 +8,6 @@ Notable:
 - a cache is per-layer: each mixer gets its own cache layer, so no mixer knows of its neighbours.
 """
 
-import copy
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -28,7 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .alignment import Alignment, align_documents, align_padding, document_positions, find_document_starts
 from .attention import SlidingSoftmaxAttention, SoftmaxAttention
-from .cache_avgpath import AvgPathCache, adopt_cache
+from .cache_avgpath import AvgPathCache, adopt_cache, snapshot_layer
 from .configuration_avgpath import AvgPathConfig
 from .memory_delta import DeltaNetMixer, GatedDeltaNetMixer
 from .memory_identity import IdentityMixer
@@ -96,7 +94,7 @@ class AvgPathDecoderLayer(GradientCheckpointingLayer):
                 runs this function twice; the caller keeps the first copy, so the state advances once.
         """
         if advanced is not None:
-            layer_cache = layer_cache.snapshot() if hasattr(layer_cache, "snapshot") else copy.copy(layer_cache)
+            layer_cache = snapshot_layer(layer_cache)
             advanced.append(layer_cache)
         mixed, _ = self.mixer(
             self.input_layernorm(hidden_states),
@@ -108,6 +106,22 @@ class AvgPathDecoderLayer(GradientCheckpointingLayer):
         )
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def softmax_mask(config: AvgPathConfig, inputs_embeds, attention_mask, cache: Cache | None, position_ids):
+    """The causal mask of softmax layers, in the form of the attention implementation; `None` where there are none."""
+    if "full_attention" not in config.layer_types:
+        return None
+    return create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        cache=cache,
+        position_ids=position_ids,
+        layer_idx=config.layer_types.index("full_attention"),
+        # A static cache has room that one query must not see, whether or not the step is compiled.
+        allow_is_causal_skip=not (isinstance(cache, StaticCache) and inputs_embeds.shape[1] == 1),
+    )
 
 
 @auto_docstring
@@ -231,7 +245,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
 
         if position_ids is None:
             position_ids = self._count_positions(attention_mask, past_length, length, inputs_embeds.device)
-        causal_mask = self._causal_mask(inputs_embeds, mask, cache, position_ids)
+        causal_mask = softmax_mask(self.config, inputs_embeds, mask, cache, position_ids)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids) if self.rotary_emb is not None else None
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
@@ -329,21 +343,6 @@ class AvgPathModel(AvgPathPreTrainedModel):
             return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
         return torch.arange(past_length, past_length + length, device=device)[None]
 
-    def _causal_mask(self, inputs_embeds, mask, cache, position_ids):
-        layer_types = self.config.layer_types
-        if "full_attention" not in layer_types:
-            return None
-        return create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=mask,
-            cache=cache,
-            position_ids=position_ids,
-            layer_idx=layer_types.index("full_attention"),
-            # A static cache has room that one query must not see, whether or not the step is compiled.
-            allow_is_causal_skip=not (isinstance(cache, StaticCache) and inputs_embeds.shape[1] == 1),
-        )
-
 
 @auto_docstring
 class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
@@ -361,12 +360,10 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
         """The masks of a compiled decode step, keyed as `forward` reads them: causal for softmax layers, and padding."""
-        arguments = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "cache": cache}
-        masks = {"linear_attention": create_recurrent_attention_mask(**arguments)}
-        if "full_attention" in config.layer_types:
-            first = config.layer_types.index("full_attention")
-            masks["full_attention"] = create_causal_mask(**arguments, position_ids=position_ids, layer_idx=first)
-        return masks
+        return {
+            "full_attention": softmax_mask(config, inputs_embeds, attention_mask, cache, position_ids),
+            "linear_attention": create_recurrent_attention_mask(config, inputs_embeds, attention_mask, cache),
+        }
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
