@@ -142,7 +142,8 @@ class SoftmaxAttention(SoftmaxProjections):
 
 
 class SlidingSoftmaxAttention(SoftmaxProjections):
-    """Memory `sliding_softmax`: the last `sliding_window` pairs, the current one included.
+    """Memory `sliding_softmax`: the last `sliding_window` pairs, the current one included, and the first
+    `num_sink_tokens` of the text, on which trained softmax layers rest much of their attention (Xiao et al., 2024).
 
     Its window slides over real tokens, in rows (see alignment.py), and costs time and memory linear in the text.
     """
@@ -150,6 +151,7 @@ class SlidingSoftmaxAttention(SoftmaxProjections):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.past_window = config.sliding_window - 1
+        self.num_sinks = config.num_sink_tokens
 
     def forward(
         self,
@@ -192,28 +194,56 @@ class SlidingSoftmaxAttention(SoftmaxProjections):
         is_filled = torch.arange(block + past, device=query.device) >= (past - seen)[:, None]  # [R, block + past]
         first = slice(0, block + past)
         visible = (band & is_filled[:, None])[:, None]
-        output = attend_visible(self, query[:, :block], keys[:, first], values[:, first], visible)
+        total = seen + (length if lengths is None else lengths)
+        sinks = None
+        if self.num_sinks:
+            sink_keys = keep_first(states.get("sink_keys"), key, seen, total, self.num_sinks)
+            sink_values = keep_first(states.get("sink_values"), value, seen, total, self.num_sinks)
+            # A query sees as sinks those places that its window has left behind.
+            left_behind = seen[:, None] + torch.arange(length, device=query.device) - past  # [R, L]
+            is_left = torch.arange(self.num_sinks, device=query.device) < left_behind[..., None]  # [R, L, sinks]
+            sinks = sink_keys, sink_values, is_left
+        output = self.attend_window(query[:, :block], keys[:, first], values[:, first], visible, sinks)
         if length > block:
-            output = torch.cat((output, self.slide_blocks(query, keys, values, band, block)), dim=1)
+            output = torch.cat((output, self.slide_blocks(query, keys, values, band, block, sinks)), dim=1)
         new_states = {
             "keys": take_tail(keys, past, lengths),
             "values": take_tail(values, past, lengths),
-            "length": seen + (length if lengths is None else lengths),
+            "length": total,
         }
+        if sinks is not None:
+            new_states |= {"sink_keys": sink_keys, "sink_values": sink_values}
         return output, new_states
 
-    def slide_blocks(self, query, keys, values, band, block: int) -> torch.Tensor:
+    def attend_window(self, query, key, value, visible, sinks) -> torch.Tensor:
+        """`attend_visible`, for the first queries of `sinks` (keys, values, `[R, L, sinks]` visible) if there are any."""
+        if sinks is not None:
+            sink_keys, sink_values, is_left = sinks
+            is_left = is_left[:, None, : query.shape[1]]
+            key, value = torch.cat((sink_keys, key), dim=1), torch.cat((sink_values, value), dim=1)
+            visible = torch.cat((is_left, visible.expand(len(query), 1, *visible.shape[2:])), dim=-1)
+        return attend_visible(self, query, key, value, visible)
+
+    def slide_blocks(self, query, keys, values, band, block: int, sinks) -> torch.Tensor:
         """All blocks but the first: their windows lie in the present rows, so they go through one batched call."""
         rows, length = query.shape[:2]
         filler = -length % block
-        query = F.pad(query[:, block:], (0, 0, 0, 0, 0, filler)).unflatten(1, (-1, block)).flatten(0, 1)
+        blocks = (length + filler) // block - 1
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            x = F.pad(x[:, block:], (*[0, 0] * (x.ndim - 2), 0, filler))
+            return x.unflatten(1, (blocks, block)).flatten(0, 1)  # [R * blocks, block, ...]
 
         def windows(x: torch.Tensor) -> torch.Tensor:
             x = F.pad(x[:, block:], (0, 0, 0, 0, 0, filler)).unfold(1, block + self.past_window, block)
             return x.movedim(-1, 2).flatten(0, 1)  # [R * blocks, block + past, H_kv, D]
 
-        output = attend_visible(self, query, windows(keys), windows(values), band[None, None])
-        return output.unflatten(0, (rows, -1)).flatten(1, 2)[:, : length - block]
+        if sinks is not None:
+            sink_keys, sink_values, is_left = sinks
+            sink_keys, sink_values = (x.repeat_interleave(blocks, dim=0) for x in (sink_keys, sink_values))
+            sinks = sink_keys, sink_values, cut(is_left)
+        output = self.attend_window(cut(query), windows(keys), windows(values), band[None, None], sinks)
+        return output.unflatten(0, (rows, blocks)).flatten(1, 2)[:, : length - block]
 
 
 def append_tail(tail: torch.Tensor | None, x: torch.Tensor, size: int) -> torch.Tensor:
@@ -232,3 +262,20 @@ def take_tail(x: torch.Tensor, size: int, lengths: torch.Tensor | None) -> torch
         return x[:, x.shape[1] - size :].clone(memory_format=torch.contiguous_format)
     index = lengths[:, None] + torch.arange(size, device=x.device)
     return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+def keep_first(
+    first: torch.Tensor | None, x: torch.Tensor, seen: torch.Tensor, total: torch.Tensor, size: int
+) -> torch.Tensor:
+    """The first `size` places of a text, `[R, size, ...]`, zeros where it has none yet.
+
+    Args:
+        first: what was kept of the `seen` `[R]` tokens before, `[R, size, ...]`, or `None` at the start.
+        x: the present ones, `[R, L, ...]`, up to the `total` `[R]` tokens so far.
+    """
+    place = torch.arange(size, device=x.device)
+    index = (place - seen[:, None]).clamp(0, x.shape[1] - 1)
+    fresh = x[torch.arange(len(x), device=x.device)[:, None], index]
+    is_past, is_there = ((place < bound[:, None])[..., None, None] for bound in (seen, total))
+    kept = fresh if first is None else torch.where(is_past, first.to(x.dtype), fresh)
+    return kept.masked_fill(~is_there, 0)

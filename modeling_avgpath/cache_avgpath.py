@@ -71,6 +71,10 @@ class Recorded:
             is_real=None if self.is_real is None else function(self.is_real),
         )
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors held."""
+        return [*self.states.values(), *self.streams.values(), *([] if self.is_real is None else [self.is_real])]
+
     def first(self, length: int) -> "Recorded":
         """The piece cut to its first `length` tokens."""
         return replace(
@@ -148,7 +152,7 @@ class StateCacheLayer(CacheLayerMixin):
             outputs.append(self._advance(function, head.streams, self._align(head.is_real), cut))
         # Copied, lest a view of the last tokens keep the whole text's inputs alive.
         tail = {name: stream[:, cut:].clone() for name, stream in streams.items()}
-        piece = Recorded(self.memory_states(), tail, None if is_real is None else is_real[:, cut:], function)
+        piece = Recorded(self.memory_states(), tail, None if is_real is None else is_real[:, cut:].clone(), function)
         outputs.append(self._advance(function, tail, self._align(piece.is_real), length - cut))
         self.history.append(piece)
         while sum(map(len, self.history[1:])) >= self.recorded_depth:
@@ -290,7 +294,8 @@ class StateCacheLayer(CacheLayerMixin):
 
 
 class SlidingCacheLayer(StateCacheLayer):
-    """Cache of a `sliding_softmax` layer: the last `sliding_window - 1` real tokens' keys and values, as states."""
+    """Cache of a `sliding_softmax` layer, as states: keys and values of the last `sliding_window - 1` real tokens, and of
+    the first `num_sink_tokens`."""
 
     is_sliding = True
 
@@ -363,7 +368,7 @@ def fixed_buffer(tensor: torch.Tensor) -> torch.Tensor:
 CACHE_FIELDS = (
     "mixer_types", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "sliding_window",
-    "ttt_conv_kernel_dim", "ttt_mini_batch_size", "rope_parameters", "use_rope", "use_qk_norm",
+    "ttt_conv_kernel_dim", "ttt_mini_batch_size", "rope_parameters", "use_rope", "use_qk_norm", "num_sink_tokens",
 )  # fmt: skip
 
 
@@ -399,7 +404,7 @@ def named_tensors(layer) -> dict[str, torch.Tensor]:
 def layer_tensors(layer) -> list[torch.Tensor]:
     """All tensors that a cache layer holds now, those recorded to go back included."""
     history = getattr(layer, "history", ())
-    recorded = [tensor for piece in history for tensor in (*piece.states.values(), *piece.streams.values())]
+    recorded = [tensor for piece in history for tensor in piece.tensors()]
     return [*named_tensors(layer).values(), *recorded]
 
 
@@ -540,8 +545,23 @@ class AvgPathCache(DynamicCache):
         return self
 
 
-def adopt_cache(cache: Cache, config, batch_size: int) -> None:
+def check_room(cache: Cache, num_tokens: int) -> None:
+    """Raises a `ValueError` if `num_tokens` more do not fit into a static cache on a CPU (elsewhere, asking would wait)."""
+    for layer in cache.layers if isinstance(cache, StaticCache) else ():
+        room, seen = layer.get_max_length(), layer.get_seq_length()
+        is_cheap = not isinstance(seen, torch.Tensor) or seen.device.type == "cpu"
+        if not layer.is_sliding and room is not None and room > 0 and is_cheap and int(seen) + num_tokens > room:
+            raise ValueError(
+                f"The static cache has room for {room} tokens, but {int(seen)} are there and {num_tokens} are to come: make "
+                "one with a larger max_cache_len."
+            )
+
+
+def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
     """Make any `Cache` fit an AvgPath model: empty layers that cannot hold a layer's state are replaced, in place.
+
+    Args:
+        batch_size: rows to come, or `None` while that is not known.
 
     Raises:
         ValueError: the cache holds another model's layers or another batch size; nothing is changed then.
@@ -579,7 +599,7 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
             else not hasattr(layer, "states")
         )
         if not fits:
-            if held:
+            if held and layer.get_seq_length() > 0:  # a static layer may have its room before its first token
                 raise ValueError(
                     f"The cache belongs to another model: its layer {index} is a filled {type(layer).__name__}, this "
                     f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config)."
@@ -587,8 +607,9 @@ def adopt_cache(cache: Cache, config, batch_size: int) -> None:
             layers[index] = expected(**static)
             if getattr(layer, "record_past", False):
                 layers[index].activate_past_recording()
+            held = []
         rows = {len(tensor) for tensor in held}
-        if rows and rows != {batch_size}:
+        if batch_size is not None and rows and rows != {batch_size}:
             raise ValueError(
                 f"The cache holds {rows.pop()} rows but the input has {batch_size}: continue with the same batch, or use "
                 "cache.batch_repeat_interleave, cache.batch_select_indices or a new cache."

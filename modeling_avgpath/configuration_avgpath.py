@@ -123,6 +123,7 @@ class AvgPathConfig(PreTrainedConfig):
         attention_dropout (`float`, defaults to 0.0): Dropout probability of attention weights while training.
         mlp_bias (`bool`, defaults to `False`): Biases in the MLP.
         sliding_window (`int`, *optional*): Tokens a `sliding_softmax` layer sees, the current one included. Required by it.
+        num_sink_tokens (`int`, defaults to 0): First tokens of a text that `sliding_softmax` layers see besides the window.
         mixer (`str`, defaults to `"mesa_net"`): Spec of the recurrent layers, see `hybrid_ratio`.
         hybrid_ratio (`str`, defaults to `"3:1"`): `"R:S"`: groups of R layers of `mixer` followed by S softmax layers,
             tiled over the depth. `"1:0"` is all recurrent, `"0:1"` all softmax.
@@ -209,6 +210,7 @@ class AvgPathConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.0
     mlp_bias: bool = False
     sliding_window: int | None = None
+    num_sink_tokens: int = 0
 
     mixer: str = "mesa_net"
     hybrid_ratio: str = "3:1"
@@ -333,6 +335,7 @@ class AvgPathConfig(PreTrainedConfig):
         for low, name, high in (
             (0, "rms_norm_eps", 1), (0, "initializer_range", 10), (0, "attention_dropout", 1), (0, "linear_a_log_min", None),
             (self.linear_a_log_min, "linear_a_log_max", None), (self.linear_dt_min, "linear_dt_max", None),
+            (0, "num_sink_tokens", None),
         ):  # fmt: skip
             value = getattr(self, name)
             if value < low or (high is not None and value > high):

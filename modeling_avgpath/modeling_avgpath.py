@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .alignment import Alignment, align_documents, align_padding, document_positions, find_document_starts
 from .attention import SlidingSoftmaxAttention, SoftmaxAttention
-from .cache_avgpath import AvgPathCache, adopt_cache, snapshot_layer
+from .cache_avgpath import AvgPathCache, adopt_cache, check_room, snapshot_layer
 from .configuration_avgpath import AvgPathConfig
 from .memory_delta import DeltaNetMixer, GatedDeltaNetMixer
 from .memory_identity import IdentityMixer
@@ -96,6 +96,8 @@ class AvgPathDecoderLayer(GradientCheckpointingLayer):
         if advanced is not None:
             layer_cache = snapshot_layer(layer_cache)
             advanced.append(layer_cache)
+        if alignment is not None:
+            alignment = alignment.to(hidden_states.device)  # the layers of a model may stand on several devices
         mixed, _ = self.mixer(
             self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
@@ -216,6 +218,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
         batch_size, length = inputs_embeds.shape[:2]
         if cache is not None and not is_compiling:
             adopt_cache(cache, self.config, batch_size)
+            check_room(cache, length)
             if hasattr(cache, "bind"):
                 cache.bind(self)
         past_length = cache.get_seq_length() if cache is not None else 0
@@ -258,7 +261,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
                 hidden_states,
                 attention_mask=causal_mask,
                 position_embeddings=position_embeddings,
-                alignment=alignment.to(hidden_states.device) if alignment is not None else None,
+                alignment=alignment,
                 layer_cache=cache.layers[index] if cache is not None else None,
                 advanced=advanced,
                 **kwargs,
@@ -337,11 +340,12 @@ class AvgPathModel(AvgPathPreTrainedModel):
         return find_document_starts(shape, cu_seq_lens_q, seq_idx, resets)
 
     @staticmethod
-    def _count_positions(attention_mask, past_length: int, length: int, device) -> torch.Tensor:
+    def _count_positions(attention_mask, past_length: int | torch.Tensor, length: int, device) -> torch.Tensor:
         """Position of each token, `[B or 1, T]`, counted in real tokens."""
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
-        return torch.arange(past_length, past_length + length, device=device)[None]
+        # Added, not a bound of the range: a static cache counts in a tensor.
+        return (torch.arange(length, device=device) + past_length)[None]
 
 
 @auto_docstring
@@ -413,11 +417,22 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refused: Transformers' paged cache knows keys and values only.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "Continuous batching (generate_batch, cache_implementation='paged') keeps keys and values in pages, which have no "
+            "place for recurrent states: pad the prompts on the left and call generate() on the batch."
+        )
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("cache")
-        if isinstance(cache, StaticCache) and not cache.is_initialized:
-            adopt_cache(cache, self.config, batch_size=0)
+        if isinstance(cache, StaticCache):
+            adopt_cache(cache, self.config, batch_size=None)
         # A cache that Transformers has just made holds nothing yet; ours also counts tokens where no layer attends.
         if type(cache) is DynamicCache and not cache.offloading and not getattr(cache, "_is_user_defined", False):
             model_kwargs["cache"] = AvgPathCache(self.config)

@@ -34,6 +34,7 @@ VARIANTS = {
     "no_rope": ({"use_rope": False}, ["softmax", "sliding_softmax", "delta_net@mean_field"]),
     "qk_norm": ({"use_qk_norm": True}, ["softmax", "sliding_softmax", "identity", "ttt_linear@expectation"]),
     "no_inner_norm": ({"ttt_inner_norm": False, "ttt_base_lr": 0.1}, ["ttt_linear", "ttt_mlp@expectation", "softmax"]),
+    "sinks": ({"num_sink_tokens": 3}, ["sliding_softmax", "gated_delta_net"]),
     "wide_values": ({"linear_value_head_dim": 12}, ["delta_net", "mesa_net", "linear"]),
     "eager_attention": ({"attn_implementation": "eager"}, ["softmax", "sliding_softmax", "mesa_net@mean_field"]),
 }
