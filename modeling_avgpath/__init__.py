@@ -4,34 +4,32 @@
 Importing the package registers the model type `avgpath` with Transformers' auto classes.
 """
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+import transformers
 
 from .cache_avgpath import AvgPathCache
-from .configuration_avgpath import AvgPathConfig
+from .configuration_avgpath import HEADS, AvgPathConfig
 from .modeling_avgpath import (
     AvgPathForCausalLM,
+    AvgPathForQuestionAnswering,
     AvgPathForSequenceClassification,
+    AvgPathForTokenClassification,
     AvgPathModel,
     AvgPathPreTrainedModel,
 )
 
 __version__ = "0.1.0.dev0"
 
-AutoConfig.register("avgpath", AvgPathConfig, exist_ok=True)
-AutoModel.register(AvgPathConfig, AvgPathModel, exist_ok=True)
-AutoModelForCausalLM.register(AvgPathConfig, AvgPathForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(AvgPathConfig, AvgPathForSequenceClassification, exist_ok=True)
+transformers.AutoConfig.register("avgpath", AvgPathConfig, exist_ok=True)
+for _auto_class, _head in HEADS.items():
+    getattr(transformers, _auto_class).register(AvgPathConfig, globals()[_head], exist_ok=True)
 
 __all__ = [
     "AvgPathCache",
     "AvgPathConfig",
     "AvgPathForCausalLM",
+    "AvgPathForQuestionAnswering",
     "AvgPathForSequenceClassification",
+    "AvgPathForTokenClassification",
     "AvgPathModel",
     "AvgPathPreTrainedModel",
 ]

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_avgpath import advance
-from .norms import AvgPathRMSNorm
+from .norms import make_qk_norms
 from .rotary import rotate
 
 
@@ -83,7 +83,7 @@ def attend_visible(
 
 
 class SoftmaxProjections(nn.Module):
-    """What every softmax-scored layer shares: grouped q, k, v, o projections, QK norm and the scoring's shape."""
+    """What softmax and `identity` layers share: grouped q, k, v, o projections, QK norm, output gate, scoring's shape."""
 
     has_values = True
 
@@ -101,8 +101,17 @@ class SoftmaxProjections(nn.Module):
         if self.has_values:
             self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = AvgPathRMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
-        self.k_norm = AvgPathRMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
+        self.g_proj = None
+        if config.attention_output_gate:
+            self.g_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.q_norm, self.k_norm = make_qk_norms(config)
+
+    def project_output(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the layer returns `[B, T, hidden_size]` for averages `[B, T, H, D]`, gated by its input if configured."""
+        output = output.flatten(2)
+        if self.g_proj is not None:
+            output = output * self.g_proj(hidden_states).sigmoid()
+        return self.o_proj(output)
 
     def project_keys(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q `[B, T, H, D]` and k `[B, T, H_kv, D]`, normalised where configured, un-rotated."""
@@ -138,7 +147,7 @@ class SoftmaxAttention(SoftmaxProjections):
                 tensor.transpose(1, 2) for tensor in layer_cache.update(key.transpose(1, 2), value.transpose(1, 2))
             )
         output, weights = attend(self, query, key, value, attention_mask, **kwargs)
-        return self.o_proj(output.flatten(2)), weights
+        return self.project_output(output, hidden_states), weights
 
 
 class SlidingSoftmaxAttention(SoftmaxProjections):
@@ -165,7 +174,7 @@ class SlidingSoftmaxAttention(SoftmaxProjections):
         query, key, value = self.project(hidden_states, position_embeddings)
         streams = {"query": query, "key": key, "value": value}
         output = advance(self.run_rows, streams, alignment, layer_cache)
-        return self.o_proj(output.flatten(2)), None
+        return self.project_output(output, hidden_states), None
 
     def run_rows(self, rows: dict[str, torch.Tensor], lengths: torch.Tensor | None, layer_cache):
         """Attention of one group of rows from the cached window on; returns outputs `[R, L, H, D]` and the new window."""

@@ -369,6 +369,7 @@ CACHE_FIELDS = (
     "mixer_types", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "sliding_window",
     "ttt_conv_kernel_dim", "ttt_mini_batch_size", "rope_parameters", "use_rope", "use_qk_norm", "num_sink_tokens",
+    "qk_norm_type",
 )  # fmt: skip
 
 
@@ -600,9 +601,15 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
         )
         if not fits:
             if held and layer.get_seq_length() > 0:  # a static layer may have its room before its first token
+                prefix = (
+                    ""
+                    if hasattr(layer, "states")
+                    else " PEFT's prefix tuning makes such caches, and keys and values for every "
+                    "layer suit models with only softmax layers: here use prompt tuning, LoRA or DoRA."
+                )
                 raise ValueError(
                     f"The cache belongs to another model: its layer {index} is a filled {type(layer).__name__}, this "
-                    f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config)."
+                    f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config).{prefix}"
                 )
             layers[index] = expected(**static)
             if getattr(layer, "record_past", False):

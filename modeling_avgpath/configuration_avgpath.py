@@ -5,11 +5,32 @@ A layer's token mixer is written `memory` or `memory@readout`: what a layer reme
 lives here, free of torch, so that a config can be parsed and checked anywhere.
 """
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_imports
 from transformers.modeling_rope_utils import RopeParameters
+from transformers.utils import cached_file, logging
+
+logger = logging.get_logger(__name__)
+
+# Auto class -> its class in modeling_avgpath.py: the package registers these, and checkpoints name them in their auto_map.
+HEADS: dict[str, str] = {
+    "AutoModel": "AvgPathModel",
+    "AutoModelForCausalLM": "AvgPathForCausalLM",
+    "AutoModelForSequenceClassification": "AvgPathForSequenceClassification",
+    "AutoModelForTokenClassification": "AvgPathForTokenClassification",
+    "AutoModelForQuestionAnswering": "AvgPathForQuestionAnswering",
+}
+AUTO_MAP: dict[str, str] = {
+    "AutoConfig": "configuration_avgpath.AvgPathConfig",
+    **{auto_class: f"modeling_avgpath.{head}" for auto_class, head in HEADS.items()},
+}
 
 # Memory -> the readouts it takes, the default first. Softmax memories have one way to be read and take no suffix.
 # `identity` (mu(k) = k) read at the query would return the query itself, so it is read through attention only.
@@ -92,6 +113,40 @@ def parse_hybrid_ratio(ratio: str) -> tuple[int, int]:
     return recurrent, softmax
 
 
+def collect_code(find: Callable[[str], str | os.PathLike | None]) -> tuple[dict[str, Path], list[str]]:
+    """The source files that models are made of, as Transformers' loader of remote code follows their imports.
+
+    Args:
+        find: from a file's name to its path, or `None` where there is none.
+
+    Returns:
+        the files found by name, and the names of those that are missing.
+    """
+    found, missing, names = {}, [], ["modeling_avgpath.py"]
+    while names:
+        name = names.pop()
+        if name in found or name in missing:
+            continue
+        path = find(name)
+        if path is None or not os.path.isfile(path):
+            missing.append(name)
+        else:
+            found[name] = Path(path)
+            names += [f"{module}.py" for module in get_relative_imports(path)]
+    return found, sorted(missing)
+
+
+def _is_carried(entry: str | list[str | None], folder: str | os.PathLike) -> bool:
+    """Whether an entry of an auto_map, not one of ours, leads to another repository or to a file in `folder`.
+
+    Tokenizers have two references in an entry, either of which may be `None`.
+    """
+    references = [entry] if isinstance(entry, str) else entry
+    files = [f"{reference.split('.')[0]}.py" for reference in references if reference and "--" not in reference]
+    own = {f"{reference.split('.')[0]}.py" for reference in AUTO_MAP.values()}
+    return all(file not in own and os.path.isfile(os.path.join(folder, file)) for file in files)
+
+
 @strict
 class AvgPathConfig(PreTrainedConfig):
     r"""
@@ -116,9 +171,16 @@ class AvgPathConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special token ids.
         tie_word_embeddings (`bool`, defaults to `False`): Whether the LM head shares the input embedding.
         rope_parameters (`dict`, *optional*): Rotary embedding of the layers that score by softmax (`rope_theta`,
-            `rope_type`, ...); defaults to the plain form with theta 10000.
+            `rope_type`, ...); defaults to the plain form with theta 10000. `partial_rotary_factor` in it rotates the first
+            channels of each head only.
         use_rope (`bool`, defaults to `True`): `False` gives softmax scores without rotary embedding (NoPE).
-        use_qk_norm (`bool`, defaults to `False`): RMSNorm on each query and key head before softmax scoring.
+        use_qk_norm (`bool`, defaults to `False`): RMSNorm on queries and keys before softmax scoring.
+        qk_norm_type (`str`, defaults to `"per_head"`): What `use_qk_norm` normalises: `"per_head"` each head, with one
+            weight for all (Qwen3), `"per_layer"` all heads joined (OLMo 2).
+        attention_output_gate (`bool`, defaults to `False`): Multiplies the averages of `softmax`, `sliding_softmax` and
+            `identity` layers by the sigmoid of a gate computed from the layer's input (Qwen3-Next).
+        softmax_post_norm (`bool`, defaults to `False`): `softmax` and `sliding_softmax` layers normalise what their mixer
+            and MLP return, before the residual sum, instead of what goes in (OLMo 2).
         attention_bias (`bool`, defaults to `False`): Biases in the softmax layers' q/k/v/o projections.
         attention_dropout (`float`, defaults to 0.0): Dropout probability of attention weights while training.
         mlp_bias (`bool`, defaults to `False`): Biases in the MLP.
@@ -138,15 +200,18 @@ class AvgPathConfig(PreTrainedConfig):
         linear_key_head_dim (`int`, *optional*): Width of their query and key heads; defaults to `head_dim`.
         linear_value_head_dim (`int`, *optional*): Width of their value heads; defaults to `linear_key_head_dim`.
         linear_conv_kernel_dim (`int`, *optional*, defaults to 4): Kernel (tokens) of the causal short convolution, with
-            SiLU, on q, k and v (mesa: q and k) of the recurrent memories except TTT. `None` leaves it out.
+            SiLU, on q, k and v (mesa: q and k) of the recurrent memories except TTT. `None` leaves it out, SiLU included.
         linear_allow_neg_eigval (`bool`, defaults to `False`): Doubles the delta rules' step size to the range (0, 2), which
             permits negative eigenvalues of the state transition.
         linear_use_gates (`bool`, defaults to `True`): Data-dependent decay and write strength of the `linear` memory;
             `False` gives plain linear attention (both fixed to 1).
+        linear_norm_eps (`float`, *optional*): Epsilon of the output norm of recurrent memories except TTT; defaults to
+            `rms_norm_eps`.
         linear_use_output_norm (`bool`, defaults to `True`): Per-head RMSNorm on what a recurrent memory returns
             (TTT: LayerNorm over all heads joined).
         linear_use_output_gate (`bool`, defaults to `True`): Multiplies it by a gate computed from the layer's input
             (SiLU; TTT: tanh-approximated GELU).
+        linear_output_gate_activation (`str`, defaults to `"silu"`): `"silu"` or `"sigmoid"`, for that gate (TTT's excepted).
         query_map (`bool`, defaults to `False`): Learned affine map per head (identity at the start) of the query of layers
             with readout `query`: the cheap repair of the step from the mean key to the query. It acts right after the
             query projection and can be folded into it.
@@ -206,6 +271,9 @@ class AvgPathConfig(PreTrainedConfig):
     rope_parameters: RopeParameters | dict | None = None
     use_rope: bool = True
     use_qk_norm: bool = False
+    qk_norm_type: str = "per_head"
+    attention_output_gate: bool = False
+    softmax_post_norm: bool = False
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
     mlp_bias: bool = False
@@ -225,8 +293,10 @@ class AvgPathConfig(PreTrainedConfig):
     linear_conv_kernel_dim: int | None = 4
     linear_allow_neg_eigval: bool = False
     linear_use_gates: bool = True
+    linear_norm_eps: float | int | None = None
     linear_use_output_norm: bool = True
     linear_use_output_gate: bool = True
+    linear_output_gate_activation: str = "silu"
     query_map: bool = False
     linear_a_log_min: float | int = 0.0
     linear_a_log_max: float | int = 16.0
@@ -269,6 +339,85 @@ class AvgPathConfig(PreTrainedConfig):
         self._resolve_mixer_types()
         self.validate_architecture()  # here too, for a plain ValueError; `@strict` wraps what its validators raise
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """`PreTrainedConfig.from_dict`, for checkpoints too that newer code has written or that are not whole.
+
+        Raises:
+            FileNotFoundError: run as the remote code of a local checkpoint, some of whose code files are missing.
+            ValueError: a layer's mixer is none that this version knows.
+        """
+        name = str(kwargs.get("name_or_path") or config_dict.get("_name_or_path") or "")
+        if os.path.isdir(name) and AUTO_MAP["AutoModel"] in (config_dict.get("auto_map") or {}).values():
+            cls._check_code(name)
+        for spec in config_dict.get("mixer_types") or ():
+            try:
+                parse_mixer_spec(spec)
+            except ValueError as error:
+                raise ValueError(
+                    f"{os.path.join(name, 'config.json') if name else 'The configuration'} asks for a mixer that this "
+                    f"version of AvgPath ({__file__}) does not have. {error} If a newer version wrote the checkpoint, "
+                    "upgrade the avgpath package; or, if newer code lies beside config.json, load it with "
+                    "trust_remote_code=True in a process that does not import modeling_avgpath."
+                ) from None
+        return super().from_dict(config_dict, **kwargs)
+
+    @staticmethod
+    def _check_code(folder: str) -> None:
+        _, missing = collect_code(Path(folder).joinpath)
+        # Run from the installed package, no code of the checkpoint's is needed.
+        if missing and collect_code(Path(__file__).parent.joinpath)[1]:
+            raise FileNotFoundError(
+                f"The checkpoint in {folder} carries its own code, but {', '.join(missing)} is missing from it. Copy the "
+                "missing file from where the checkpoint came from; or install the avgpath package and import "
+                "modeling_avgpath before loading, which needs no code in the checkpoint."
+            )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
+        """`PreTrainedConfig.save_pretrained`; beside config.json it leaves the code that loads it, and every head, with
+        `trust_remote_code=True`, so that a checkpoint needs no package.
+
+        A subclass of this class brings code of its own, by `register_for_auto_class`.
+        """
+        # Read before anything is written: the code may come from the very folder that is saved to.
+        code = self._read_code(save_directory) if type(self) is AvgPathConfig else {}
+        entries = getattr(self, "auto_map", None) or {}
+        entries = {name: entry for name, entry in entries.items() if _is_carried(entry, save_directory)}
+        self.auto_map = {**(AUTO_MAP if code else {}), **entries}
+        if not self.auto_map:
+            del self.auto_map
+        super().save_pretrained(save_directory)
+        for name, content in code.items():
+            Path(save_directory, name).write_bytes(content)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    def _read_code(self, save_directory: str | os.PathLike) -> dict[str, bytes]:
+        """The models' source files by name, from the first place that has them all; empty if none has.
+
+        The package has them. A config that was loaded as remote code from a folder is alone in Transformers' cache of
+        modules: then its model may have just put them into `save_directory`, else they are where the config came from.
+        """
+        here = Path(__file__).parent
+        revision = here.name if REGEX_COMMIT_HASH.match(here.name) else None  # Hub code is cached by its commit
+
+        def fetch(name: str) -> str | None:
+            try:
+                return cached_file(self.name_or_path, name, revision=revision)
+            except OSError:  # not there, or no longer reachable
+                return None
+
+        places = [here.joinpath, Path(save_directory).joinpath, fetch]
+        for find in places if self.name_or_path else places[:2]:
+            found, missing = collect_code(find)
+            if not missing:
+                return {name: path.read_bytes() for name, path in found.items()}
+        logger.warning(
+            f"The code of AvgPath's models was not found where this config came from ({self.name_or_path or 'unknown'}), so "
+            f"it is saved to {save_directory} without it: to load models from there takes the avgpath package."
+        )
+        return {}
 
     def __setattr__(self, name, value):
         is_done = getattr(self, "_post_init_done", False)
@@ -315,6 +464,16 @@ class AvgPathConfig(PreTrainedConfig):
         self.layer_types = layer_types
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism splits the weights. Mixers work on whole heads, so what they project is gathered."""
+        plan = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise") | {"mlp.down_proj": "rowwise"}
+        plan |= dict.fromkeys(("mixer.q_proj", "mixer.k_proj"), "colwise_gather_output")
+        if any(spec.memory != "identity" for spec in self.mixer_specs):
+            plan["mixer.v_proj"] = "colwise_gather_output"
+        plan["mixer.o_proj"] = "rowwise_split_input"
+        return {f"layers.*.{name}": style for name, style in plan.items()}
+
+    @property
     def mixer_specs(self) -> list[MixerSpec]:
         """The parsed `mixer_types`, one per layer."""
         return [parse_mixer_spec(spec) for spec in self.mixer_types]
@@ -335,12 +494,18 @@ class AvgPathConfig(PreTrainedConfig):
         for low, name, high in (
             (0, "rms_norm_eps", 1), (0, "initializer_range", 10), (0, "attention_dropout", 1), (0, "linear_a_log_min", None),
             (self.linear_a_log_min, "linear_a_log_max", None), (self.linear_dt_min, "linear_dt_max", None),
-            (0, "num_sink_tokens", None),
+            (0, "num_sink_tokens", None), (0, "linear_norm_eps", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if value < low or (high is not None and value > high):
+            if value is not None and (value < low or (high is not None and value > high)):
                 limits = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ValueError(f"{name} must be {limits}, got {value}.")
+        for name, choices in (
+            ("qk_norm_type", ("per_head", "per_layer")),
+            ("linear_output_gate_activation", ("silu", "sigmoid")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
         if self.linear_dt_min <= 0:
             raise ValueError(f"linear_dt_min must be positive, got {self.linear_dt_min}.")
         if len(self.mixer_types) != self.num_hidden_layers:
@@ -363,8 +528,8 @@ class AvgPathConfig(PreTrainedConfig):
                 f"mixer 'sliding_softmax' needs sliding_window, the number of tokens it sees (at least 1); got "
                 f"sliding_window={self.sliding_window}."
             )
-        if self.use_rope and self.head_dim % 2 and any(spec.readout != "query" for spec in specs):
-            raise ValueError(f"Rotary embedding needs an even head_dim, got {self.head_dim}; or set use_rope=False.")
+        if self.use_rope and any(spec.readout != "query" for spec in specs):
+            self._validate_rotary_width()
         if memories & {"ttt_linear", "ttt_mlp"}:
             self._validate_ttt(any(spec.memory.startswith("ttt") and spec.readout == "query" for spec in specs))
         if "mesa_net" in memories:
@@ -375,6 +540,15 @@ class AvgPathConfig(PreTrainedConfig):
                 )
             if not 0 < self.mesa_tolerance < 1:
                 raise ValueError(f"mesa_tolerance must lie between 0 and 1, got {self.mesa_tolerance}.")
+
+    def _validate_rotary_width(self) -> None:
+        factor = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        width = int(self.head_dim * factor)
+        if width < 1 or width + width % 2 > self.head_dim:  # an odd part is rounded up, as in Transformers
+            raise ValueError(
+                f"Rotary embedding needs an even head_dim, got {self.head_dim}, of which partial_rotary_factor={factor} (in "
+                "rope_parameters, above 0 and at most 1) is rotated; or set use_rope=False."
+            )
 
     def _validate_ttt(self, reads_at_query: bool) -> None:
         if self.ttt_base_lr is not None and self.ttt_base_lr <= 0:
@@ -393,4 +567,4 @@ class AvgPathConfig(PreTrainedConfig):
             )
 
 
-__all__ = ["AvgPathConfig", "MEMORIES", "MixerSpec", "parse_hybrid_ratio", "parse_mixer_spec"]
+__all__ = ["AvgPathConfig", "HEADS", "MEMORIES", "MixerSpec", "parse_hybrid_ratio", "parse_mixer_spec"]

@@ -31,7 +31,7 @@ class IdentityMixer(SoftmaxProjections):
     ) -> tuple[torch.Tensor, None]:
         query, key = self.project_keys(hidden_states)
         output = advance(self.run_rows, {"query": query, "key": key}, alignment, layer_cache)
-        return self.o_proj(output.flatten(2)), None
+        return self.project_output(output, hidden_states), None
 
     def run_rows(self, rows: dict[str, torch.Tensor], lengths: torch.Tensor | None, layer_cache):
         """The mean keys `[R, L, H, D]` of one group of rows, and no state."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from .attention import append_tail, take_tail
 from .cache_avgpath import advance
-from .norms import AvgPathRMSNorm
+from .norms import AvgPathRMSNorm, make_qk_norms
 from .op_conv import causal_depthwise_conv
 from .readout import AttentionReadout
 
@@ -100,8 +100,7 @@ class RecurrentMixer(nn.Module):
             self.query_map = QueryMap(query_heads, self.key_dim) if config.query_map else None
         else:
             self.readout = AttentionReadout(config)
-            self.q_norm = AvgPathRMSNorm(self.key_dim, config.rms_norm_eps) if config.use_qk_norm else None
-            self.k_norm = AvgPathRMSNorm(self.key_dim, config.rms_norm_eps) if config.use_qk_norm else None
+            self.q_norm, self.k_norm = make_qk_norms(config)
         read_size = self.num_reads * self.value_dim
         self.g_proj = nn.Linear(hidden_size, read_size, bias=False) if config.linear_use_output_gate else None
         self.o_norm = self.make_output_norm() if config.linear_use_output_norm else None
@@ -116,11 +115,12 @@ class RecurrentMixer(nn.Module):
 
     def make_output_norm(self) -> nn.Module:
         """Norm of the reads `[B, T, H, D_v]`."""
-        return AvgPathRMSNorm(self.value_dim, self.config.rms_norm_eps)
+        eps = self.config.linear_norm_eps
+        return AvgPathRMSNorm(self.value_dim, self.config.rms_norm_eps if eps is None else eps)
 
     def output_gate(self, gate: torch.Tensor) -> torch.Tensor:
         """Activation of the output gate."""
-        return F.silu(gate)
+        return gate.sigmoid() if self.config.linear_output_gate_activation == "sigmoid" else F.silu(gate)
 
     def build_memory(self) -> None:
         """Create the memory's own parameters (`self.num_states` heads)."""

@@ -8,6 +8,8 @@ Notable:
 - a cache is per-layer: each mixer gets its own cache layer, so no mixer knows of its neighbours.
 """
 
+import functools
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -15,7 +17,12 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
@@ -67,14 +74,18 @@ class AvgPathMLP(nn.Module):
 
 
 class AvgPathDecoderLayer(GradientCheckpointingLayer):
-    """Token mixer and MLP, each behind an RMSNorm and a residual connection."""
+    """Token mixer and MLP, each with an RMSNorm before it (`softmax_post_norm`: behind it) and a residual connection."""
 
     def __init__(self, config: AvgPathConfig, layer_idx: int):
         super().__init__()
         self.mixer = MIXERS[config.mixer_specs[layer_idx].memory](config, layer_idx)
         self.mlp = AvgPathMLP(config)
-        self.input_layernorm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.has_post_norm = config.softmax_post_norm and config.mixer_specs[layer_idx].readout is None
+        if not self.has_post_norm:
+            self.input_layernorm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.has_post_norm:
+            self.post_feedforward_layernorm = AvgPathRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -99,13 +110,16 @@ class AvgPathDecoderLayer(GradientCheckpointingLayer):
         if alignment is not None:
             alignment = alignment.to(hidden_states.device)  # the layers of a model may stand on several devices
         mixed, _ = self.mixer(
-            self.input_layernorm(hidden_states),
+            hidden_states if self.has_post_norm else self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             alignment=alignment,
             layer_cache=layer_cache,
             **kwargs,
         )
+        if self.has_post_norm:
+            hidden_states = hidden_states + self.post_attention_layernorm(mixed)
+            return hidden_states + self.post_feedforward_layernorm(self.mlp(hidden_states))
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -153,6 +167,10 @@ class AvgPathPreTrainedModel(PreTrainedModel):
         "ttt_norm_weight",
         "ttt_norm_bias",
     ]
+    # For the `modules_to_not_convert` of a quantisation config, as patterns over full names: the heads, and the projections
+    # of a few rows that make decay and step size of the recurrent memories. Decay parameters and inner weights are no
+    # linear layers and stay in fp32 by themselves.
+    modules_to_not_convert = ["lm_head", "score", r".*\.a_proj", r".*\.b_proj"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -351,6 +369,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
 @auto_docstring
 class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
@@ -424,9 +443,19 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             ValueError: always.
         """
         raise ValueError(
-            "Continuous batching (generate_batch, cache_implementation='paged') keeps keys and values in pages, which have no "
-            "place for recurrent states: pad the prompts on the left and call generate() on the batch."
+            "Continuous batching (generate_batch, cache_implementation='paged') keeps keys and values in pages, which have "
+            "no place for recurrent states: pad the prompts on the left and call generate() on the batch."
         )
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate() reads the signature
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        # PEFT's prompt learning stands in for this method and looks for the cache under its former name; not finding it, it
+        # would put the virtual tokens before every new token.
+        caller = getattr(self.prepare_inputs_for_generation, "__self__", self)
+        if getattr(getattr(caller, "active_peft_config", None), "is_prompt_learning", False) and "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -440,9 +469,12 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
                 model_kwargs["cache"].activate_past_recording()
 
 
+# The mixins of the heads below build their base model through AutoModel, which remote code cannot reach: each builds it
+# directly instead.
+
+
 class AvgPathForSequenceClassification(GenericForSequenceClassification, AvgPathPreTrainedModel):
     def __init__(self, config: AvgPathConfig):
-        # The mixin builds its base model through AutoModel, which remote code cannot reach: build ours directly.
         AvgPathPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = AvgPathModel(config)
@@ -450,4 +482,29 @@ class AvgPathForSequenceClassification(GenericForSequenceClassification, AvgPath
         self.post_init()
 
 
-__all__ = ["AvgPathForCausalLM", "AvgPathForSequenceClassification", "AvgPathModel", "AvgPathPreTrainedModel"]
+class AvgPathForTokenClassification(GenericForTokenClassification, AvgPathPreTrainedModel):
+    def __init__(self, config: AvgPathConfig):
+        AvgPathPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = AvgPathModel(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.1))
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class AvgPathForQuestionAnswering(GenericForQuestionAnswering, AvgPathPreTrainedModel):
+    def __init__(self, config: AvgPathConfig):
+        AvgPathPreTrainedModel.__init__(self, config)
+        self.model = AvgPathModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "AvgPathForCausalLM",
+    "AvgPathForQuestionAnswering",
+    "AvgPathForSequenceClassification",
+    "AvgPathForTokenClassification",
+    "AvgPathModel",
+    "AvgPathPreTrainedModel",
+]

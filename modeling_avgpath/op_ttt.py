@@ -39,6 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .op_common import no_autocast
+
 __all__ = [
     "ttt_initial_state",
     "ttt_linear",
@@ -529,7 +531,7 @@ def _ttt(
     if checkpoint_group_size < 0:
         raise ValueError(f"checkpoint_group_size must be >= 0 (0 = off), got {checkpoint_group_size}.")
     dtype = _compute_dtype(q, k, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         if k.shape[1] == 1:
             layers, state = _train_step(training, k, v, eta, initial_state, dtype)
             mu = _affine(q.to(dtype).reshape(-1, 1, q.shape[-1]), layers[0])  # [R, 1, D_out]
@@ -742,7 +744,7 @@ def _ttt_expectation(
         mask = mask[:, 0].expand(batch, -1, -1)  # [B, T, S]
     dtype = _compute_dtype(scoring_q, k, v)
 
-    with torch.autocast(k.device.type, enabled=False):
+    with no_autocast(k):
         tokens = 1 if time == 1 else training.mini_batch_size
         width = max(training.weights[f"W{index + 1}"].shape[-1] for index in range(training.num_layers))
         elements = BLOCK_ELEMENTS if k.device.type == "cpu" else ACCELERATOR_BLOCK_ELEMENTS

@@ -9,7 +9,10 @@ from .norms import upcast
 
 
 class AvgPathRotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotation at given positions, `[B, T, head_dim]` each, for any rope type of the config."""
+    """Cosines and sines of the rotation at given positions, `[B, T, R]` each, for any rope type of the config.
+
+    R is `head_dim`, or `partial_rotary_factor` (of the config's `rope_parameters`) times that.
+    """
 
     inv_freq: torch.Tensor
 
@@ -31,8 +34,9 @@ class AvgPathRotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(config, device=None, seq_len=None, **kwargs) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies theta^(-2i / head_dim), and the scaling of cosines and sines (none)."""
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float, device=device) / config.head_dim
+        """Inverse frequencies theta^(-2i / R), and the scaling of cosines and sines (none)."""
+        size = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, size, 2, dtype=torch.float, device=device) / size
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
 
     @torch.no_grad()
@@ -44,7 +48,10 @@ class AvgPathRotaryEmbedding(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` `[B, T, H, D]` by the angles of `cos`, `sin` `[B, T, D]`; pairs are (i, i + D/2)."""
+    """Rotate the first R channels of `x` `[B, T, H, D]` by the angles of `cos`, `sin` `[B, T, R]`; pairs: (i, i + R/2)."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

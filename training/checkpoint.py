@@ -10,24 +10,38 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from training.recipe import Recipe, SetupError, recipe_to_yaml
+from training.recipe import FinetuneRecipe, Recipe, SetupError, recipe_to_yaml
 
 STATE_FILE = "training_state.json"
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "loss.png", "summary.json", "sample.txt")
-RUN_FOLDERS = ("checkpoints", "final")
+RUN_FOLDERS = ("checkpoints", "final", "adapter")
+RESUMED = ("metrics.jsonl", "checkpoints")  # what a run that goes on needs of its beginning
 
 
-def open_run_folder(recipe: Recipe) -> Path:
-    """Create `output_dir` and write the resolved recipe there.
-
-    Raises `SetupError` if an earlier run is there and the recipe does not say ``overwrite``. Overwriting removes what
-    a run writes and nothing else.
-    """
+def earlier_files(recipe: Recipe | FinetuneRecipe) -> list[str]:
+    """What this run will remove of an earlier one in `output_dir`; raises `SetupError` if it may not."""
     folder = Path(recipe.output_dir).expanduser()
     earlier = [name for name in (*RUN_FILES, *RUN_FOLDERS) if (folder / name).exists()]
+    if getattr(recipe, "resume", False):
+        return [name for name in earlier if name not in RESUMED]
     if earlier and not recipe.overwrite:
-        what = "a finished run" if (folder / "summary.json").exists() else "an unfinished run"
-        raise SetupError(f"{folder} holds {what}; choose another output_dir=..., or replace it with overwrite=true")
+        is_finished = (folder / "summary.json").exists()
+        go_on = ", go on with resume=true" if hasattr(recipe, "resume") and not is_finished else ""
+        what = "a finished run" if is_finished else "an unfinished run"
+        raise SetupError(
+            f"{folder} holds {what}; choose another output_dir=...{go_on}, or replace it with overwrite=true"
+        )
+    return earlier
+
+
+def open_run_folder(recipe: Recipe | FinetuneRecipe) -> Path:
+    """Create `output_dir` and write the resolved recipe there.
+
+    Raises `SetupError` if an earlier run is there and the recipe says neither ``overwrite`` nor ``resume``. Overwriting
+    removes what a run writes and nothing else; resuming keeps its checkpoints and metrics.
+    """
+    folder = Path(recipe.output_dir).expanduser()
+    earlier = earlier_files(recipe)
     for name in earlier:
         if name in RUN_FOLDERS:
             shutil.rmtree(folder / name)

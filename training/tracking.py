@@ -34,15 +34,24 @@ def read_metrics(file: Path, kind: str) -> list[dict]:
     return [record for record in records if record["kind"] == kind]
 
 
+def cut_metrics(file: Path, step: int) -> None:
+    """Drop the records after `step`, which a run that goes on from there will write again."""
+    if file.exists():
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        kept = [json.dumps(record) + "\n" for record in records if record.get("step", 0) <= step]
+        file.write_text("".join(kept), encoding="utf-8")
+
+
 class Progress:
     """A bar with loss, tokens/s and time left on a terminal; plain lines where the output is a file or a pipe."""
 
-    def __init__(self, steps: int, enabled: bool = True):
-        self.steps, self.enabled = steps, enabled
+    def __init__(self, steps: int, enabled: bool = True, done: int = 0):
+        self.steps, self.enabled, self.done = steps, enabled, done  # `done` of the steps were taken by an earlier run
         self.started = time.perf_counter()
         self.on_terminal = enabled and sys.stderr.isatty()
         self.bar = tqdm(
             total=steps,
+            initial=done,
             disable=not self.on_terminal,
             dynamic_ncols=True,
             unit="step",
@@ -59,7 +68,7 @@ class Progress:
         text = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
         self.bar.set_postfix_str(text.replace("  ", " · "), refresh=False)
         if not self.on_terminal:
-            left = (time.perf_counter() - self.started) * (self.steps / step - 1)
+            left = (time.perf_counter() - self.started) * (self.steps - step) / (step - self.done)
             self.say(f"step {step:>5}/{self.steps}  {text}  {tqdm.format_interval(left)} left")
 
     def say(self, text: str) -> None:

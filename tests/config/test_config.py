@@ -128,6 +128,11 @@ def test_derived_heads():
         ({"attention_dropout": 1.5}, ["attention_dropout", "between 0 and 1", "1.5"]),
         ({"rms_norm_eps": -1e-6}, ["rms_norm_eps", "-1e-06"]),
         ({"head_dim": 15}, ["even head_dim", "15", "use_rope"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.01}}, ["partial_rotary_factor=0.01", "64", "at most 1"]),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, ["partial_rotary_factor=1.5", "at most 1"]),
+        ({"qk_norm_type": "per_model"}, ["qk_norm_type", "per_head, per_layer", "'per_model'"]),
+        ({"linear_output_gate_activation": "tanh"}, ["linear_output_gate_activation", "silu, sigmoid", "'tanh'"]),
+        ({"linear_norm_eps": -1.0}, ["linear_norm_eps", "-1.0"]),
     ],
 )
 def test_errors_name_the_value_and_the_way_out(fields, words):

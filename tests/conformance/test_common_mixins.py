@@ -19,7 +19,9 @@ from modeling_avgpath import (
     AvgPathCache,
     AvgPathConfig,
     AvgPathForCausalLM,
+    AvgPathForQuestionAnswering,
     AvgPathForSequenceClassification,
+    AvgPathForTokenClassification,
     AvgPathModel,
 )
 
@@ -65,6 +67,8 @@ MODEL_CLASSES = {
     "MODEL_MAPPING_NAMES": AvgPathModel,
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": AvgPathForCausalLM,
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": AvgPathForSequenceClassification,
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": AvgPathForTokenClassification,
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": AvgPathForQuestionAnswering,
 }
 for table, model_class in MODEL_CLASSES.items():
     names = {**getattr(suite.modeling, table), AvgPathConfig.model_type: model_class.__name__}

@@ -34,6 +34,21 @@ VARIANTS = {
     "no_rope": ({"use_rope": False}, ["softmax", "sliding_softmax", "delta_net@mean_field"]),
     "qk_norm": ({"use_qk_norm": True}, ["softmax", "sliding_softmax", "identity", "ttt_linear@expectation"]),
     "no_inner_norm": ({"ttt_inner_norm": False, "ttt_base_lr": 0.1}, ["ttt_linear", "ttt_mlp@expectation", "softmax"]),
+    "joint_and_post_norms": (
+        {"use_qk_norm": True, "qk_norm_type": "per_layer", "softmax_post_norm": True, "linear_norm_eps": 0.01},
+        ["softmax", "sliding_softmax", "delta_net@mean_field"],
+    ),
+    "gated_partial_rotary": (
+        {
+            "attention_output_gate": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+        ["softmax", "sliding_softmax", "identity"],
+    ),
+    "kernel_of_one": (
+        {"linear_conv_kernel_dim": 1, "linear_output_gate_activation": "sigmoid"},
+        ["mesa_net", "delta_net"],
+    ),
     "sinks": ({"num_sink_tokens": 3}, ["sliding_softmax", "gated_delta_net"]),
     "wide_values": ({"linear_value_head_dim": 12}, ["delta_net", "mesa_net", "linear"]),
     "eager_attention": ({"attn_implementation": "eager"}, ["softmax", "sliding_softmax", "mesa_net@mean_field"]),

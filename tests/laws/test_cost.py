@@ -1,5 +1,8 @@
 """Law 9. Time and memory grow linearly with the text; a decode step and a recurrent layer's bytes do not grow."""
 
+import weakref
+from collections import Counter
+
 import pytest
 import torch
 from laws.cases import SPECS, random_ids, tiny_model
@@ -43,6 +46,46 @@ def training_cost(model, length: int) -> tuple[int, int, int]:
         model(ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
     return count.total, count.largest, saved
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that op outputs held at any one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = Counter()  # live tensors of each storage
+        self.present = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            if isinstance(output, torch.Tensor):
+                storage = output.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                self.tensors[key] += 1
+                self.present += size if self.tensors[key] == 1 else 0
+                self.peak = max(self.peak, self.present)
+                weakref.finalize(output, self.release, key, size)
+        return outputs
+
+    def release(self, key: int, size: int) -> None:
+        self.tensors[key] -= 1
+        self.present -= size if not self.tensors[key] else 0
+
+
+@pytest.mark.parametrize("spec", LINEAR_TIME)
+def test_chunked_prefill_needs_the_memory_of_a_chunk(spec):
+    model = tiny_model(spec)
+
+    def peak(length: int, **arguments) -> int:
+        with PeakBytes() as memory:
+            model.generate(random_ids(1, length), max_new_tokens=1, **arguments)
+        return memory.peak
+
+    chunked = [peak(length, prefill_chunk_size=64) for length in (256, 1024)]
+    of_the_ids = 5 * 8 * (1024 - 256)  # the ids, their mask, and what is counted from it
+    assert chunked[1] - chunked[0] <= of_the_ids
+    assert peak(1024) > 3 * chunked[1]
 
 
 @pytest.mark.parametrize("spec", LINEAR_TIME)

@@ -1,5 +1,7 @@
 """Static caches and compiled decoding: the same tokens, one graph without breaks, no recompilation as the text grows."""
 
+import shutil
+
 import pytest
 import torch
 from laws.cases import CASES, assert_close, random_ids, tiny_model
@@ -65,6 +67,35 @@ def test_a_users_static_cache(case):
     assert addresses == [
         tensor.data_ptr() for layer in cache.layers for tensor in getattr(layer, "states", {}).values()
     ]
+
+
+@pytest.mark.parametrize("case", ["softmax_last", "delta_net@mean_field"])
+@torch.no_grad()
+def test_more_tokens_than_there_is_room_for(case):
+    model = tiny_model(case)
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    model(random_ids(1, 10), cache=cache)
+    with pytest.raises(ValueError, match="room for 12 tokens, but 10 are there and 3 are to come.*max_cache_len"):
+        model(random_ids(1, 3), cache=cache)
+    whole = model(torch.cat((random_ids(1, 10), random_ids(1, 2, seed=5)), dim=1)).logits
+    assert_close(model(random_ids(1, 2, seed=5), cache=cache).logits, whole[:, 10:])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@pytest.mark.parametrize("case", ["softmax_last", "mesa_net"])
+@torch.no_grad()
+def test_compiled_by_inductor(case):
+    """`torch.compile` of the plain forward: no graph break, one graph for all lengths."""
+    model = tiny_model(case)
+    ids = random_ids(1, 60)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cache = StaticCache(config=model.config, max_cache_len=60)
+    step = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    logits = [model(ids[:, :8], cache=cache).logits]
+    logits += [step(input_ids=ids[:, place : place + 1], cache=cache).logits for place in range(8, 60)]
+    assert_close(torch.cat(logits, dim=1), model(ids).logits)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("case", ["softmax_last", "three_cache_kinds", "all_recurrent"])

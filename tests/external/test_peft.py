@@ -1,0 +1,200 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""PEFT: adapters on every linear layer of every mixer, prompt learning, and generation with both."""
+
+import re
+
+import pytest
+import torch
+from laws.cases import CASES, SPECS, assert_close, random_ids, tiny_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from training.recipe import REPOSITORY
+
+# PEFT passes names of arguments that Transformers will drop, and says that it leaves position ids to the model.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore:Position ids")]
+PROMPTS = {
+    "prompt_tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "p_tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=16),
+}
+
+
+def lora(case: str, **settings):
+    """A tiny model with adapters that already do something, in evaluation mode."""
+    settings = {"r": 3, "target_modules": "all-linear", "init_lora_weights": False, **settings}
+    torch.manual_seed(1)
+    return get_peft_model(tiny_model(case), LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+
+
+def linear_names(model) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"}
+
+
+def greedy(model, ids: torch.Tensor, mask: torch.Tensor, steps: int) -> torch.Tensor:
+    """Generation by whole forward passes, without a cache."""
+    for _ in range(steps):
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, -1]
+        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), dim=1)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    return ids
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("case", [*SPECS, "query_map"])
+def test_adapters_on_every_linear_layer(case, dora):
+    """All run, all learn, and merging them keeps the logits."""
+    plain, ids = tiny_model(case), random_ids(2, 13)
+    model = get_peft_model(
+        tiny_model(case), LoraConfig(r=3, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM")
+    ).train()
+    layers = {name: m for name, m in model.base_model.model.named_modules() if isinstance(m, LoraLayer)}
+    assert set(layers) == linear_names(plain)
+    ran = set()
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda *_, name=name: ran.add(name))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (
+                step or "lora_A" not in name
+            ):  # lora_B, a factor of A's gradient, begins at 0
+                assert parameter.grad.abs().max() > 0, name
+        optimizer.step()
+    assert ran == set(layers)
+    model.eval()
+    with torch.no_grad():
+        adapted = model(input_ids=ids).logits
+        assert (adapted - plain(input_ids=ids).logits).norm() > 0.01 * adapted.norm()
+        assert_close(model.merge_and_unload()(input_ids=ids).logits, adapted, 1e-5)
+
+
+def test_the_table_of_targets():
+    """docs/finetuning.md lists each memory's linear layers, raw parameters and convolutions; so do the models."""
+    text = (REPOSITORY / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0].startswith("`"):
+            for memory in re.findall(r"`([\w@]+)`", cells[0]):
+                rows[memory] = [set(re.findall(r"`(\w+)`", cell)) for cell in cells[1:]]
+    assert set(rows) == {spec.partition("@")[0] for spec in SPECS}
+    for spec in [*SPECS, "ttt with conv"]:
+        model = tiny_model("ttt_mlp" if spec == "ttt with conv" else spec, query_map="@" not in spec, use_qk_norm=True)
+        memory = "ttt_mlp" if spec == "ttt with conv" else spec.partition("@")[0]
+        mixer = model.model.layers[0].mixer
+        linear, others = rows[memory]
+        found = {name for name, module in mixer.named_modules() if isinstance(module, nn.Linear)}
+        assert found == linear, spec
+        raw = {name for name, _ in mixer.named_parameters(recurse=False)}
+        modules = {n for n, m in mixer.named_children() if list(m.parameters()) and not isinstance(m, nn.Linear)}
+        if memory in ("softmax", "sliding_softmax", "identity"):
+            assert raw == set()
+        assert raw | modules <= others, spec
+    mlp = {name for name, module in model.model.layers[0].mlp.named_modules() if isinstance(module, nn.Linear)}
+    assert all(f"`{name}`" in text for name in mlp)
+
+
+def test_short_convolutions_take_no_adapters_but_can_be_trained_whole():
+    for rank in (2, 16):  # PEFT itself refuses ranks that the groups do not divide
+        with pytest.raises((ValueError, RuntimeError)):
+            lora("gated_delta_net", r=rank, target_modules=["q_conv1d"])(input_ids=random_ids(1, 9))
+    model = lora("gated_delta_net", target_modules=["q_proj"], modules_to_save=["q_conv1d", "o_norm"]).train()
+    ids = random_ids(2, 9)
+    before = model(input_ids=ids).logits.detach()
+    model(input_ids=ids, labels=ids).loss.backward()
+    trained = [(n, p) for n, p in model.named_parameters() if "modules_to_save" in n]
+    assert len(trained) == 4 and all(p.grad.abs().max() > 0 for _, p in trained)
+    with torch.no_grad():
+        for _, parameter in trained:
+            parameter.add_(0.1)
+    assert (model(input_ids=ids).logits - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", ["softmax_last", "three_cache_kinds", "all_recurrent"])
+def test_generation_prompt_lookup_and_a_saved_adapter(case, tmp_path):
+    model, ids = lora(case), random_ids(1, 7).repeat(1, 3)
+    mask = torch.ones_like(ids)
+    settings = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
+    expected = greedy(model, ids, mask, 8)
+    assert torch.equal(model.generate(**settings), expected)
+    assert torch.equal(model.generate(**settings, prompt_lookup_num_tokens=3), expected)
+    assert torch.equal(model.generate(**settings, num_beams=2)[:, :21], ids)
+
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model(case), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+        with loaded.disable_adapter():
+            assert torch.equal(loaded(input_ids=ids).logits, tiny_model(case)(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("case", ["softmax_middle", "three_cache_kinds"])
+def test_activation_checkpointing_changes_no_gradient(case):
+    found = []
+    for checkpointing in (False, True):
+        model, ids = lora(case).train(), random_ids(2, 17)
+        if checkpointing:
+            model.base_model.model.activation_checkpointing_enable()
+            model.enable_input_require_grads()
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", PROMPTS)
+@pytest.mark.parametrize("case", ["softmax_first", "three_cache_kinds", "all_recurrent", "all_softmax"])
+def test_virtual_tokens(case, method):
+    """They learn, stand before the text once, and a row padded on the left goes on as it does alone."""
+    torch.manual_seed(1)
+    model = get_peft_model(tiny_model(case), PROMPTS[method])
+    ids = random_ids(2, 11)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
+    model.eval()
+    with torch.no_grad():
+        embeds = torch.cat((model.get_prompt(2), model.word_embeddings(ids)), dim=1)
+        logits = tiny_model(case)(inputs_embeds=embeds).logits
+        torch.testing.assert_close(model(input_ids=ids).logits, logits)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+    together = model.generate(input_ids=ids, attention_mask=mask, **settings)
+    assert torch.equal(together, greedy(model, ids, mask, 6))
+    alone = ids[:1, 4:]
+    assert torch.equal(together[:1, 4:], greedy(model, alone, torch.ones_like(alone), 6))
+    full = ids[1:]
+    looked_up = model.generate(
+        input_ids=full, attention_mask=torch.ones_like(full), prompt_lookup_num_tokens=2, **settings
+    )
+    assert torch.equal(looked_up, together[1:])
+
+
+@pytest.mark.parametrize("case", [*CASES])
+def test_prefixes_of_keys_and_values(case):
+    """They suit softmax layers; any other layer has no place for them, and says what to do."""
+    torch.manual_seed(1)
+    model = get_peft_model(tiny_model(case), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    ids = random_ids(2, 5)
+    if set(model.config.mixer_types) == {"softmax"}:
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
+        settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1}
+        mask = torch.ones_like(ids)
+        found = model.eval().generate(input_ids=ids, attention_mask=mask, **settings)
+        assert torch.equal(found, greedy(model, ids, mask, 4))
+        return
+    for run in (model, lambda **inputs: model.eval().generate(**inputs, max_new_tokens=2)):
+        with pytest.raises(ValueError, match="(?s)prefix tuning.*use prompt tuning, LoRA or DoRA"):
+            run(input_ids=ids)

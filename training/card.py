@@ -1,0 +1,210 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""Model cards: `hub_card.md` filled from a model, what it was trained on, and what was measured."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel
+
+import modeling_avgpath
+from modeling_avgpath import AvgPathConfig
+from training.modeling import count_parameters
+from training.recipe import REPOSITORY
+
+TEMPLATE = REPOSITORY / "hub_card.md"
+CACHE_TOKENS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
+TRANSFORMERS_VERSION = "5.24"  # the oldest one that setup.py admits
+
+PAPERS = {
+    "softmax": "softmax attention: Vaswani et al., 2017, [arXiv:1706.03762](https://arxiv.org/abs/1706.03762)",
+    "sliding_softmax": "sliding windows: Beltagy et al., 2020, [arXiv:2004.05150](https://arxiv.org/abs/2004.05150); "
+    "with sinks: Xiao et al., 2023, [arXiv:2309.17453](https://arxiv.org/abs/2309.17453)",
+    "identity": "shared keys and values: Shazeer, 2019, [arXiv:1911.02150](https://arxiv.org/abs/1911.02150)",
+    "linear": "linear attention: Katharopoulos et al., 2020, [arXiv:2006.16236](https://arxiv.org/abs/2006.16236)",
+    "delta_net": "DeltaNet: Schlag et al., 2021, [arXiv:2102.11174](https://arxiv.org/abs/2102.11174), and Yang et al., "
+    "2024, [arXiv:2406.06484](https://arxiv.org/abs/2406.06484)",
+    "gated_delta_net": "Gated DeltaNet: Yang et al., 2024, [arXiv:2412.06464](https://arxiv.org/abs/2412.06464)",
+    "mesa_net": "MesaNet: von Oswald et al., 2025, [arXiv:2506.05233](https://arxiv.org/abs/2506.05233)",
+    "ttt_linear": "test-time training: Sun et al., 2024, [arXiv:2407.04620](https://arxiv.org/abs/2407.04620)",
+    "ttt_mlp": "test-time training: Sun et al., 2024, [arXiv:2407.04620](https://arxiv.org/abs/2407.04620)",
+}
+HOLDS = {
+    "full_attention": "keys and values",
+    "sliding_attention": "a window of keys and values",
+    "linear_attention": "a state",
+    "hybrid": "keys and a state",
+}
+
+
+class LayerCache(NamedTuple):
+    """What a layer's cache holds for one text: so many bytes after any number of tokens, and so many for each."""
+
+    constant: int
+    per_token: int
+
+    def after(self, tokens: int) -> int:
+        """Bytes after `tokens` tokens."""
+        return self.constant + tokens * self.per_token
+
+
+@torch.no_grad()
+def measure_cache(model: PreTrainedModel) -> list[LayerCache]:
+    """The cache of each layer of an AvgPath model, from two short passes.
+
+    Every tensor in it either has its final size after the first token (states, convolution tails, windows) or grows by
+    the same with every token (keys, values, positions), so two lengths tell all others.
+    """
+    was_training, model = model.training, model.eval()
+    sizes = []
+    for length in (1, 2):
+        tokens = torch.zeros(1, length, dtype=torch.long, device=model.device)
+        sizes.append(model.base_model(tokens, use_cache=True).cache.nbytes_per_layer)
+    model.train(was_training)
+    return [LayerCache(2 * first - second, second - first) for first, second in zip(*sizes, strict=True)]
+
+
+def softmax_cache(config: AvgPathConfig, dtype: torch.dtype) -> list[LayerCache]:
+    """The cache of the model whose layers are all `softmax`: keys and values of every token, and nothing else."""
+    per_token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return [LayerCache(0, per_token)] * config.num_hidden_layers
+
+
+def format_bytes(count: int) -> str:
+    """Such as ``1.5 kB`` or ``12.9 MB`` (powers of 1,000)."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} B"
+
+
+def describe_layers(mixer_types: Sequence[str]) -> str:
+    """Mixers with their number of layers, such as ``6 gated_delta_net + 2 softmax``."""
+    names = dict.fromkeys(mixer_types)
+    return " + ".join(f"{list(mixer_types).count(name)} {name}" for name in names)
+
+
+def layer_diagram(config: AvgPathConfig, caches: Sequence[LayerCache]) -> str:
+    """The layers from the first to the last, equal neighbours on one line, with what each holds in the cache.
+
+    A pattern that repeats over the whole depth is drawn once, with its number of repeats.
+    """
+    layers = list(zip(config.mixer_types, config.layer_types, caches, strict=True))
+    depth = len(layers)
+    period = next(p for p in range(1, depth + 1) if depth % p == 0 and layers == layers[:p] * (depth // p))
+    groups: list[list] = []
+    for layer in layers[:period]:
+        if groups and groups[-1][1] == layer:
+            groups[-1][0] += 1
+        else:
+            groups.append([1, layer])
+    label = f"{depth // period} × " if period < depth else ""
+    width = max(len(spec) for spec in config.mixer_types)
+    lines = []
+    for index, (count, (spec, layer_type, cache)) in enumerate(groups):
+        bracket = "─" if len(groups) == 1 else "┌" if index == 0 else "└" if index == len(groups) - 1 else "│"
+        held = [format_bytes(cache.constant)] if cache.constant else []
+        held += [f"{format_bytes(cache.per_token)} a token"] if cache.per_token else []
+        holds = "keys" if layer_type == "hybrid" and not cache.constant else HOLDS[layer_type]
+        start = label if index == 0 else " " * len(label)
+        each = " each" if count > 1 else ""
+        lines.append(f"{start}{bracket} {count:>2} {spec:<{width}}  {holds}: {' + '.join(held)}{each}")
+    return "\n".join(lines)
+
+
+def build_card(
+    model: PreTrainedModel,
+    *,
+    load_from: str,
+    data: str,
+    training: Mapping[str, str],
+    results: Sequence[EvalResult] = (),
+    limits: str,
+    prompt: str = "The",
+    license: str = "apache-2.0",
+    language: str | list[str] | None = None,
+    base_model: str | None = None,
+    datasets: str | list[str] | None = None,
+    tags: Sequence[str] = (),
+) -> ModelCard:
+    """Fill `hub_card.md`.
+
+    Args:
+        model: an AvgPath causal language model, weights as saved.
+        load_from: the Hub repository it goes to, or else its folder; the last part is the card's title.
+        data: what it was trained on, in Markdown.
+        training: facts of the training, name -> value, the rows of a table.
+        results: what was measured; goes into the metadata's model-index too.
+        limits: what not to use it for, in Markdown.
+        prompt: the beginning of a text that suits the model.
+        license, language, base_model, datasets, tags: the Hub's metadata; ids of models and datasets on the Hub only.
+
+    Raises:
+        TypeError: `model` is no AvgPath model.
+    """
+    config = model.config
+    if config.model_type != "avgpath":
+        raise TypeError(f"The card describes AvgPath models, and this is a {config.model_type} model.")
+    name = load_from.rstrip("/").rsplit("/", 1)[-1]
+    caches = measure_cache(model)
+    specs = config.mixer_specs
+    recurrent = sum(spec.is_recurrent for spec in specs)
+    divisor = math.gcd(recurrent, len(specs) - recurrent) or 1
+    parameters = count_parameters(model)
+    rows = []
+    for label, tokens in CACHE_TOKENS.items():
+        here, softmax = (
+            sum(layer.after(tokens) for layer in layers) for layers in (caches, softmax_cache(config, model.dtype))
+        )
+        rows.append(
+            {
+                "tokens": label,
+                "here": format_bytes(here),
+                "softmax": format_bytes(softmax),
+                "share": f"{here / softmax:.2%}",
+            }
+        )
+    growing = sum(cache.per_token > 0 for cache in caches)
+    metadata = ModelCardData(
+        model_name=name,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=license,
+        language=language,
+        base_model=base_model,
+        datasets=datasets,
+        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
+        tags=["avgpath", *sorted({spec.memory for spec in specs}), *tags],
+        eval_results=list(results) or None,
+    )
+    return ModelCard.from_template(
+        metadata,
+        template_path=str(TEMPLATE),
+        title=name,
+        summary=f"A causal language model of {parameters:,} parameters whose layers mix tokens in different ways "
+        f"({describe_layers(config.mixer_types)}), made with the package `avgpath` for Hugging Face Transformers.",
+        diagram=layer_diagram(config, caches),
+        layers_text=f"{len(specs)} layers of width {config.hidden_size}, {recurrent} of them recurrent "
+        f"({recurrent // divisor}:{(len(specs) - recurrent) // divisor}).",
+        dtype=str(model.dtype).removeprefix("torch."),
+        cache_rows=rows,
+        cache_text=f"{growing} of {len(caches)} layers grow with the text, by "
+        f"{format_bytes(sum(cache.per_token for cache in caches))} a token together; the others hold "
+        f"{format_bytes(sum(cache.constant for cache in caches))} after the first token and after a million."
+        if 0 < growing < len(caches)
+        else f"All {len(caches)} layers grow with the text."
+        if growing
+        else "No layer grows with the text.",
+        load_from=load_from,
+        prompt=repr(prompt),
+        transformers_version=TRANSFORMERS_VERSION,
+        data=data,
+        training=training,
+        results=results,
+        limits=limits,
+        license=license,
+        version=modeling_avgpath.__version__,
+        papers=list(dict.fromkeys(PAPERS[spec.memory] for spec in specs)),
+    )
