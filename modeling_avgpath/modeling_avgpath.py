@@ -447,18 +447,31 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             "no place for recurrent states: pad the prompts on the left and call generate() on the batch."
         )
 
+    @property
+    def _has_virtual_tokens(self) -> bool:
+        """Whether PEFT's prompt learning stands in for `prepare_inputs_for_generation`, as it does while it generates."""
+        caller = getattr(self.prepare_inputs_for_generation, "__self__", self)
+        return getattr(getattr(caller, "active_peft_config", None), "is_prompt_learning", False)
+
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate() reads the signature
     def prepare_inputs_for_generation(self, *args, **kwargs):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        # PEFT's prompt learning stands in for this method and looks for the cache under its former name; not finding it, it
-        # would put the virtual tokens before every new token.
-        caller = getattr(self.prepare_inputs_for_generation, "__self__", self)
-        if getattr(getattr(caller, "active_peft_config", None), "is_prompt_learning", False) and "cache" in inputs:
+        if self._has_virtual_tokens and "cache" in inputs:
+            # PEFT looks for the cache under its former name; not finding it, it would put the virtual tokens before every
+            # new token.
             inputs["past_key_values"] = inputs.pop("cache")
         return inputs
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+        cache = model_kwargs.get("cache")
+        is_cut = generation_config.prefill_chunk_size is not None or (cache is not None and cache.get_seq_length() > 0)
+        if self._has_virtual_tokens and (is_cut or generation_mode == "assisted_generation"):
+            raise ValueError(
+                "PEFT's prompt learning (prompt tuning, p-tuning, prefix tuning) reads the prompt at once, then one token at "
+                "a time: leave out prompt_lookup_num_tokens, assistant_model, prefill_chunk_size and filled caches, or use "
+                "LoRA."
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         cache = model_kwargs.get("cache")
         if isinstance(cache, StaticCache):
             adopt_cache(cache, self.config, batch_size=None)

@@ -22,7 +22,14 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from modeling_avgpath import AvgPathForCausalLM  # also registers model_type avgpath
 from training.data import Document, load_documents, split_documents
@@ -37,7 +44,7 @@ from training.probes import (
     position_limit,
     repeated_phrases,
 )
-from training.recipe import EvaluationRecipe, SetupError, recipe_to_yaml
+from training.recipe import EvaluatedModelRecipe, EvaluationRecipe, SetupError, recipe_to_yaml
 from training.report import describe_perplexity, plot_report, write_markdown
 from training.script import Interrupted, parse_recipe, run_script
 
@@ -74,24 +81,23 @@ def find_model(recipe: EvaluationRecipe) -> str:
     return recipe.model.path
 
 
-def quantization_config(name: str, config):
+def quantization_config(model: EvaluatedModelRecipe, config: PreTrainedConfig):
     """The `quantization_config` of `from_pretrained` that `model.quantization` names."""
     try:
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig
     except ImportError as error:
         raise SetupError(
-            f"model.quantization={name} needs torchao ({error}): pip install -e '.[quantization]'"
+            f"model.quantization={model.quantization} needs torchao ({error}): pip install -e '.[evaluate]'"
         ) from None
     if getattr(config, "quantization_config", None) is not None:
         raise SetupError(
-            f"model.quantization={name}: this checkpoint is quantised already; leave model.quantization out"
+            f"model.quantization={model.quantization}: this checkpoint is quantised already; leave model.quantization out"
         )
-    return TorchAoConfig(
-        Int8WeightOnlyConfig(version=2),
-        # By default Transformers leaves out the head alone.
-        modules_to_not_convert=AvgPathForCausalLM.modules_to_not_convert if config.model_type == "avgpath" else None,
-    )
+    kept = model.unquantized
+    if kept is None and config.model_type == "avgpath":
+        kept = AvgPathForCausalLM.modules_to_not_convert
+    return TorchAoConfig(Int8WeightOnlyConfig(version=2), modules_to_not_convert=kept)
 
 
 def load_model(recipe: EvaluationRecipe, quantized: bool, device: torch.device) -> PreTrainedModel:
@@ -99,7 +105,7 @@ def load_model(recipe: EvaluationRecipe, quantized: bool, device: torch.device) 
     model, source = recipe.model, find_model(recipe)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-        options = {"quantization_config": quantization_config(model.quantization, config)} if quantized else {}
+        options = {"quantization_config": quantization_config(model, config)} if quantized else {}
         loaded = AutoModelForCausalLM.from_pretrained(
             source, dtype=model.dtype, trust_remote_code=model.trust_remote_code, **options
         )

@@ -10,9 +10,10 @@ Three tasks, each a function of a model that returns one record per setting:
 
 Tokens are drawn at random from an `Alphabet`, so no tokenizer, language or instruction matters, and nothing but the
 sequence itself foretells them. Any model that takes `input_ids` and returns `logits` can be probed. Scores are negative
-log-likelihoods (nats per token, under teacher forcing) and accuracies of the most likely token; `gain` is the
-likelihood's gain over the same tokens' first occurrence, which is what compares between vocabularies. Intervals are
-bootstrapped over sequences.
+log-likelihoods (nats per token, under teacher forcing) and accuracies of the most likely token. Every sequence has a twin
+in which what is to be recalled was never told: other random tokens stand there. `unseen_nll` is the score of the same
+tokens at the same places of the twin, and `gain` what having read them is worth, which compares between vocabularies and
+is free of what a model knows by position alone. Intervals are bootstrapped over sequences.
 """
 
 import re
@@ -205,26 +206,24 @@ def _draw(alphabet: Alphabet, distinct: int, others: int, generator: torch.Gener
     return alphabet.ids[torch.cat((order[:distinct], filler))]
 
 
-def _sequences(alphabet: Alphabet, samples: int, seed: int, build: Callable[[torch.Generator], torch.Tensor]):
-    """`samples` sequences `[N, T]` of `build`, each behind the alphabet's prefix."""
+def _sequences(
+    alphabet: Alphabet, samples: int, seed: int, build: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`samples` sequences of `build` and their twins, `[N, T]` each, behind the alphabet's prefix."""
     if samples < 1:
         raise MeasurementError(f"samples must be at least 1, got {samples}.")
     generator = torch.Generator().manual_seed(seed)
     prefix = torch.tensor(alphabet.prefix, dtype=torch.long)
-    return torch.stack([torch.cat((prefix, build(generator))) for _ in range(samples)])
+    pairs = [build(generator) for _ in range(samples)]
+    return tuple(torch.stack([torch.cat((prefix, row)) for row in rows]) for rows in zip(*pairs, strict=True))
 
 
-def _record(scores: Scores, repeated: torch.Tensor, first: torch.Tensor, bootstrap: dict) -> dict:
-    """Figures of the tokens at places `repeated` of the sequences, whose first occurrences stand at places `first`.
-
-    Both `[M]` or, where the order differs between sequences, `[N, M]`.
-    """
-    samples = len(scores.nll)
+def _record(scores: Scores, unseen: Scores, places: torch.Tensor, bootstrap: dict) -> dict:
+    """Figures of the tokens at `places` `[M]` of the sequences, and of the same ones in the twins."""
+    samples, counts = len(scores.nll), np.full(len(scores.nll), len(places))
     # Scores stand one place before their token.
-    repeated, first = ((places - 1).expand(samples, -1) for places in (repeated, first))
-    nll, control = (scores.nll.double().gather(1, places) for places in (repeated, first))
-    hits = scores.hits.gather(1, repeated)
-    counts = np.full(samples, repeated.shape[1])
+    nll, control = (part.nll[:, places - 1].double() for part in (scores, unseen))
+    hits = scores.hits[:, places - 1]
 
     def mean(values: torch.Tensor) -> dict:
         return estimate(values.double().sum(dim=1).numpy(), counts, **bootstrap)
@@ -233,7 +232,7 @@ def _record(scores: Scores, repeated: torch.Tensor, first: torch.Tensor, bootstr
         "samples": samples,
         "tokens": int(counts.sum()),
         "nll": mean(nll),
-        "first_nll": mean(control),
+        "unseen_nll": mean(control),
         "gain": mean(control - nll),
         "accuracy": mean(hits),
         "exact": estimate(hits.all(dim=1).double().numpy(), np.ones(samples), **bootstrap),
@@ -256,7 +255,7 @@ def repeated_phrases(
     phrases of which all were the most likely token. `bootstrap` goes to `bootstrap_interval`.
 
     Returns:
-        one record per distance: distance, samples, tokens, and {mean, low, high} of nll, first_nll, gain, accuracy, exact.
+        one record per distance: distance, samples, tokens, and {mean, low, high} of nll, unseen_nll, gain, accuracy, exact.
 
     Raises:
         MeasurementError: a phrase shorter than 2 tokens, a distance below its length, a sequence longer than the model's
@@ -269,14 +268,15 @@ def repeated_phrases(
         if distance < phrase_length:
             raise MeasurementError(f"A distance of {distance} is shorter than the phrase ({phrase_length} tokens).")
 
-        def build(generator: torch.Generator, distance: int = distance) -> torch.Tensor:
-            head = _draw(alphabet, phrase_length, distance - phrase_length, generator)
-            return torch.cat((head, head[:phrase_length]))
+        def build(generator: torch.Generator, distance: int = distance) -> tuple[torch.Tensor, torch.Tensor]:
+            drawn = _draw(alphabet, 2 * phrase_length, distance - phrase_length, generator)
+            phrase, other, filler = drawn.tensor_split((phrase_length, 2 * phrase_length))
+            return torch.cat((phrase, filler, phrase)), torch.cat((other, filler, phrase))
 
-        sequences = _sequences(alphabet, samples, seed, build)
-        first = len(alphabet.prefix) + torch.arange(1, phrase_length)
-        scores = score(model, sequences, batch_tokens)
-        records.append({"distance": distance, **_record(scores, first + distance, first, {"seed": seed, **bootstrap})})
+        sequences, twins = _sequences(alphabet, samples, seed, build)
+        places = len(alphabet.prefix) + distance + torch.arange(1, phrase_length)
+        scores, unseen = (score(model, rows, batch_tokens) for rows in (sequences, twins))
+        records.append({"distance": distance, **_record(scores, unseen, places, {"seed": seed, **bootstrap})})
     return records
 
 
@@ -295,7 +295,7 @@ def key_value_lookup(
     1/n), which tells recall apart from knowing that a value is wanted; `exact` the share of sequences with all n right.
 
     Returns:
-        one record per number of pairs: pairs, samples, tokens, chance, and {mean, low, high} of nll, first_nll, gain,
+        one record per number of pairs: pairs, samples, tokens, chance, and {mean, low, high} of nll, unseen_nll, gain,
         accuracy, exact, choice.
 
     Raises:
@@ -306,23 +306,23 @@ def key_value_lookup(
         if count < 2:
             raise MeasurementError(f"pairs must be at least 2, got {count}.")
 
-        def build(generator: torch.Generator, count: int = count) -> torch.Tensor:
-            table = _draw(alphabet, 2 * count, 0, generator).view(count, 2)
-            return torch.cat((table, table[torch.randperm(count, generator=generator)])).flatten()
+        def build(generator: torch.Generator, count: int = count) -> tuple[torch.Tensor, torch.Tensor]:
+            told, other = _draw(alphabet, 4 * count, 0, generator).view(2, count, 2)
+            asked = told[torch.randperm(count, generator=generator)]
+            return torch.cat((told, asked)).flatten(), torch.cat((other, asked)).flatten()
 
-        sequences = _sequences(alphabet, samples, seed, build)
-        start = len(alphabet.prefix)
-        values = start + 1 + 2 * torch.arange(count)  # places of the values as they are told
+        sequences, twins = _sequences(alphabet, samples, seed, build)
+        values = len(alphabet.prefix) + 1 + 2 * torch.arange(count)  # places of the values as they are told
         asked = values + 2 * count
-        order = (
+        answers = (
             (sequences[:, asked, None] == sequences[:, None, values]).long().argmax(dim=-1)
-        )  # [N, n] the pair's number
-        scores = score(model, sequences, batch_tokens, asked, values)
-        right = (scores.chosen == order).double().sum(dim=1).numpy()
+        )  # [N, n] of which pair
+        scores, unseen = score(model, sequences, batch_tokens, asked, values), score(model, twins, batch_tokens)
+        right = (scores.chosen == answers).double().sum(dim=1).numpy()
         records.append(
             {
                 "pairs": count,
-                **_record(scores, asked, values[order], {"seed": seed, **bootstrap}),
+                **_record(scores, unseen, asked, {"seed": seed, **bootstrap}),
                 "choice": estimate(right, np.full(samples, count), seed=seed, **bootstrap),
                 "chance": 1 / count,
             }
@@ -345,7 +345,7 @@ def copying(
     copied without a fault.
 
     Returns:
-        one record per length: length, samples, tokens, and {mean, low, high} of nll, first_nll, gain, accuracy, exact.
+        one record per length: length, samples, tokens, and {mean, low, high} of nll, unseen_nll, gain, accuracy, exact.
 
     Raises:
         MeasurementError: a string shorter than 2 tokens, a sequence longer than the model's positions.
@@ -356,10 +356,13 @@ def copying(
             raise MeasurementError(
                 f"A string to copy must have at least 2 tokens, got {length}: the first is not scored."
             )
-        sequences = _sequences(
-            alphabet, samples, seed, lambda generator, n=length: _draw(alphabet, 0, n, generator).repeat(2)
-        )
-        first = len(alphabet.prefix) + torch.arange(1, length)
-        scores = score(model, sequences, batch_tokens)
-        records.append({"length": length, **_record(scores, first + length, first, {"seed": seed, **bootstrap})})
+
+        def build(generator: torch.Generator, length: int = length) -> tuple[torch.Tensor, torch.Tensor]:
+            string, other = _draw(alphabet, 0, 2 * length, generator).view(2, length)
+            return string.repeat(2), torch.cat((other, string))
+
+        sequences, twins = _sequences(alphabet, samples, seed, build)
+        places = len(alphabet.prefix) + length + torch.arange(1, length)
+        scores, unseen = (score(model, rows, batch_tokens) for rows in (sequences, twins))
+        records.append({"length": length, **_record(scores, unseen, places, {"seed": seed, **bootstrap})})
     return records

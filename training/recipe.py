@@ -246,6 +246,10 @@ class EvaluatedModelRecipe:
     quantization: str | None = _field(
         None, "int8 judges the model with int8 weights, and beside it the model without; null takes the model as it is"
     )
+    unquantized: list[str] | None = _field(
+        None,
+        "what int8 leaves as it is, as patterns over full names; null: the model's modules_to_not_convert, or its head",
+    )
     trust_remote_code: bool = _field(False, "run Python code that the model's folder or repository holds")
 
 

@@ -108,12 +108,12 @@ def _perplexity_section(result: dict, settings: dict) -> list[str]:
 
 
 def _probe_section(records: list[dict], title: str, key: str, text: str) -> list[str]:
-    header = [key, "nats per token", "at first occurrence", "gain", "accuracy", "all right"]
+    header = [key, "nats per token", "the same unseen", "gain", "accuracy", "all right"]
     header += ["right among the values", "chance"] if "choice" in records[0] else []
     rows = []
     for record in records:
         shares = [_number(record[name], 1, 100) + "%" for name in ("accuracy", "exact")]
-        row = [record[key], *(_number(record[name], 2) for name in ("nll", "first_nll", "gain")), *shares]
+        row = [record[key], *(_number(record[name], 2) for name in ("nll", "unseen_nll", "gain")), *shares]
         if "choice" in record:
             row += [_number(record["choice"], 1, 100) + "%", f"{100 * record['chance']:.1f}%"]
         rows.append(row)
@@ -148,12 +148,12 @@ def plot_report(result: dict, image: Path) -> None:
         else:
             key, title = ("distance", "repeated phrases") if task == "phrases" else ("length", "copying")
             places = [record[key] for record in result[task]]
-            _band(axes, places, [record["first_nll"] for record in result[task]], GREY, "first occurrence")
-            _band(axes, places, [record["nll"] for record in result[task]], RED, "second")
+            _band(axes, places, [record["unseen_nll"] for record in result[task]], GREY, "the same, unseen")
+            _band(axes, places, [record["nll"] for record in result[task]], RED, "seen before")
             axes.set(xlabel=f"{key} (tokens)", ylabel="nats per token", title=title)
             axes.set_ylim(bottom=0)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
         axes.grid(color="#dddddd", lw=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -165,6 +165,10 @@ def plot_report(result: dict, image: Path) -> None:
 
 def _band(axes, places: Sequence[float], estimates: Sequence[dict], color: str, label: str) -> None:
     axes.plot(places, [value["mean"] for value in estimates], color=color, marker="o", ms=3.5, lw=1.6, label=label)
-    if all(value["low"] is not None for value in estimates):
-        low, high = ([value[bound] for value in estimates] for bound in ("low", "high"))
-        axes.fill_between(places, low, high, color=color, alpha=0.18, lw=0)
+    known = [
+        (place, value["low"], value["high"])
+        for place, value in zip(places, estimates, strict=True)
+        if value["low"] is not None
+    ]
+    if known:  # a single document has no interval
+        axes.fill_between(*map(list, zip(*known, strict=True)), color=color, alpha=0.18, lw=0)

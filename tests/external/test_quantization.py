@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from modeling_avgpath import AvgPathCache, AvgPathForCausalLM, AvgPathForSequenceClassification
 
-pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
+pytest.importorskip("torchao", reason="the extra `evaluate` is not installed")
 
 from torchao.quantization import Int8WeightOnlyConfig  # noqa: E402
 from transformers import TorchAoConfig  # noqa: E402

@@ -55,17 +55,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(documents, tokenizer, tmp_path):
     """Also with dropout, whose random state is part of the checkpoint; stopped in the midst of the second epoch."""
     settings = {"per_device_train_batch_size": 2, "max_steps": 9, "seed": 3, "save_strategy": "steps", "save_steps": 6}
 
-    def model():
-        return tiny_model("softmax_middle", attention_dropout=0.2)
+    def new_trainer(seed: int, folder: str) -> Trainer:
+        model = tiny_model("softmax_middle", seed, attention_dropout=0.2)
+        return make(model, documents, tokenizer, tmp_path / folder, **settings)
 
-    whole = make(model(), documents, tokenizer, tmp_path / "whole", **settings)
+    whole = new_trainer(0, "whole")
     whole.train()
     assert not whole.model.config.use_cache
-    resumed = make(
-        tiny_model("softmax_middle", seed=5, attention_dropout=0.2), documents, tokenizer, tmp_path / "b", **settings
-    )
+    resumed = new_trainer(5, "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
-    assert get_last_checkpoint(str(tmp_path / "b")).endswith("checkpoint-9")
+    assert get_last_checkpoint(str(tmp_path / "resumed")).endswith("checkpoint-9")
     assert logged_losses(resumed) == logged_losses(whole) and len(logged_losses(whole)) == 9
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, resumed.model.state_dict()[name]), name

@@ -16,6 +16,7 @@ from matplotlib import image
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from modeling_avgpath import AvgPathForCausalLM
 from training.data import IGNORE, load_documents, split_documents, train_tokenizer
 from training.evaluate import load_model, main, quantization_config
 from training.perplexity import cut_windows, score_carried, score_windows, summarise
@@ -30,7 +31,7 @@ from training.probes import (
     repeated_phrases,
     token_nll,
 )
-from training.recipe import REPOSITORY, EvaluationRecipe, load_recipe, recipe_fields
+from training.recipe import REPOSITORY, EvaluatedModelRecipe, EvaluationRecipe, load_recipe, recipe_fields
 
 VOCABULARY = 5000
 ALPHABET = Alphabet(torch.arange(10, VOCABULARY), prefix=(1,))
@@ -102,7 +103,7 @@ def test_a_model_that_copies_recalls_everything(probe, settings, key):
     for record in records:
         assert mean(record, "nll") < 1e-3
         assert mean(record, "accuracy") == mean(record, "exact") == 1
-        assert mean(record, "first_nll") == pytest.approx(math.log(VOCABULARY), rel=1e-3)
+        assert mean(record, "unseen_nll") == pytest.approx(math.log(VOCABULARY), rel=1e-3)
         assert mean(record, "gain") == pytest.approx(math.log(VOCABULARY), rel=1e-3)
         assert record.get("choice", {"mean": 1})["mean"] == 1
 
@@ -129,7 +130,15 @@ def test_sequences_are_what_they_are_said_to_be():
     key_value_lookup(model, ALPHABET, (4,), samples=3, seed=1)
     copying(model, ALPHABET, (9,), samples=3, seed=1)
     assert model.training  # its mode came back
-    phrases, pairs, copies = model.read
+    (phrases, unseen_phrase), (pairs, unseen_pairs), (copies, unseen_string) = zip(
+        model.read[::2], model.read[1::2], strict=True
+    )
+    # The twins differ in what was told, all of it, and nowhere else.
+    for sequences, twins, told in (
+        (phrases, unseen_phrase, 5), (pairs, unseen_pairs, 8), (copies, unseen_string, 9)
+    ):  # fmt: skip
+        assert (twins[:, 1 : 1 + told] != sequences[:, 1 : 1 + told]).all()
+        assert torch.equal(twins[:, 1 + told :], sequences[:, 1 + told :])
     for sequences in model.read:
         assert (sequences[:, 0] == 1).all() and (sequences[:, 1:] >= 10).all()
         assert len(set(map(tuple, sequences.tolist()))) == 3
@@ -153,7 +162,7 @@ def test_batches_change_nothing_and_stay_small():
     first = copying(small, ALPHABET, (30,), samples=7, batch_tokens=130)
     second = copying(large, ALPHABET, (30,), samples=7, batch_tokens=10_000)
     assert first == second
-    assert [len(ids) for ids in small.read] == [2, 2, 2, 1] and len(large.read) == 1
+    assert [len(ids) for ids in small.read] == [2, 2, 2, 1] * 2 and len(large.read) == 2
 
 
 @pytest.mark.parametrize(
@@ -165,7 +174,7 @@ def test_batches_change_nothing_and_stay_small():
         ),
         (lambda: repeated_phrases(Stub(), ALPHABET, (4,), phrase_length=8), "distance of 4 is shorter than the phrase"),
         (lambda: repeated_phrases(Stub(), ALPHABET, (4,), phrase_length=1), "phrase_length must be at least 2"),
-        (lambda: key_value_lookup(Stub(), Alphabet(torch.arange(9)), (5,)), "needs 10 different tokens, .* has 9"),
+        (lambda: key_value_lookup(Stub(), Alphabet(torch.arange(9)), (5,)), "needs 20 different tokens, .* has 9"),
         (lambda: key_value_lookup(Stub(), ALPHABET, (1,)), "pairs must be at least 2"),
         (lambda: copying(Stub(), ALPHABET, (1,)), "at least 2 tokens, got 1"),
         (lambda: copying(Stub(), ALPHABET, (4,), samples=0), "samples must be at least 1"),
@@ -436,7 +445,7 @@ def test_two_processes_find_the_same(evaluated, workplace):
 
 
 def test_quantization_reports_the_change(run, workplace, capsys):
-    pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
+    pytest.importorskip("torchao", reason="the extra `evaluate` is not installed")
     assert run("output_dir=int8", "tasks=perplexity", "model.quantization=int8") == 0
     found = json.loads((workplace.folder / "int8" / "evaluation.json").read_text())
     result = found["perplexity"]
@@ -523,7 +532,11 @@ def test_the_default_recipe_is_sound():
     assert recipe.model.path == "runs/pretrain/final" and recipe == EvaluationRecipe()
 
 
-def test_only_avgpath_names_what_stays_unquantized():
-    pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
-    assert quantization_config("int8", LlamaConfig()).modules_to_not_convert is None
-    assert "lm_head" in quantization_config("int8", tiny_model("linear").config).modules_to_not_convert
+def test_what_stays_unquantized():
+    pytest.importorskip("torchao", reason="the extra `evaluate` is not installed")
+    ours, theirs = tiny_model("linear").config, LlamaConfig()
+    by_default, chosen = EvaluatedModelRecipe(quantization="int8"), EvaluatedModelRecipe(unquantized=["lm_head"])
+    assert quantization_config(by_default, ours).modules_to_not_convert == AvgPathForCausalLM.modules_to_not_convert
+    assert quantization_config(by_default, theirs).modules_to_not_convert is None  # Transformers leaves out the head
+    for config in (ours, theirs):
+        assert quantization_config(chosen, config).modules_to_not_convert == ["lm_head"]
