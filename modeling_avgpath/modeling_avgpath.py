@@ -467,9 +467,9 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         is_cut = generation_config.prefill_chunk_size is not None or (cache is not None and cache.get_seq_length() > 0)
         if self._has_virtual_tokens and (is_cut or generation_mode == "assisted_generation"):
             raise ValueError(
-                "PEFT's prompt learning (prompt tuning, p-tuning, prefix tuning) reads the prompt at once, then one token at "
-                "a time: leave out prompt_lookup_num_tokens, assistant_model, prefill_chunk_size and filled caches, or use "
-                "LoRA."
+                "PEFT's prompt learning (prompt tuning, p-tuning, prefix tuning) reads the prompt at once, then one token "
+                "at a time: leave out prompt_lookup_num_tokens, assistant_model, prefill_chunk_size and filled caches, or "
+                "use LoRA."
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         cache = model_kwargs.get("cache")
