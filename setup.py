@@ -24,7 +24,7 @@ TRAIN = [
 FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16,<2"]
 
 # The harness that scores checkpoints, and weights in int8.
-EVALUATE = [*TRAIN, "lm-eval>=0.4.9", "torchao>=0.18"]
+EVALUATE = [*TRAIN, "lm-eval[hf]>=0.4.13", "torchao>=0.18"]
 
 # flash-linear-attention's plain reference functions are oracles of the tests; they run on the CPU.
 TEST = [*FINETUNE, *EVALUATE, *FLA, "hypothesis>=6.100", "parameterized>=0.9", "pytest>=9.0", "pytest-xdist>=3.6"]
