@@ -463,9 +463,11 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
-        cache = model_kwargs.get("cache")
-        is_cut = generation_config.prefill_chunk_size is not None or (cache is not None and cache.get_seq_length() > 0)
-        if self._has_virtual_tokens and (is_cut or generation_mode == "assisted_generation"):
+        if self._has_virtual_tokens and (
+            generation_mode == "assisted_generation"
+            or generation_config.prefill_chunk_size is not None
+            or (model_kwargs.get("cache") is not None and model_kwargs["cache"].get_seq_length() > 0)
+        ):
             raise ValueError(
                 "PEFT's prompt learning (prompt tuning, p-tuning, prefix tuning) reads the prompt at once, then one token "
                 "at a time: leave out prompt_lookup_num_tokens, assistant_model, prefill_chunk_size and filled caches, or "

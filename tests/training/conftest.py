@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = {
@@ -89,6 +90,12 @@ class Workplace:
         return subprocess.CompletedProcess(process.args, process.returncode, "".join(lines) + out, err)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Workplace:
     return Workplace(tmp_path_factory.mktemp("pretraining"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """Accelerate keeps its state for the process: what an earlier test chose, no script would find."""
+    AcceleratorState._reset_state(reset_partial_state=True)
