@@ -1,7 +1,5 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
-"""Times questions about a long document: read once, saved, loaded and forked, against read again for every question.
-
-    python -m benchmarks.read_once --documents 2048 8192 --questions 4
+"""Questions about a long document: read once, saved, loaded and forked, against read again for every question.
 
 Both ways give the same tokens, which is checked. What is saved takes the bytes shown, for an all-softmax model too.
 """
@@ -12,18 +10,41 @@ import time
 
 import torch
 
-from benchmarks.compiled_decode import make_model
+from benchmarks.cases import MODEL_SHAPE, QUICK_MODEL_SHAPE, make_model
+from benchmarks.options import Option
+from benchmarks.report import Column, Report, bars
 from modeling_avgpath import AvgPathCache
 
 QUESTION, ANSWER = 32, 16
+MIXER = "gated_delta_net"
+OPTIONS = {
+    "documents": Option([2048, 8192], [64], "tokens"),
+    "questions": Option(2, 1, "per document"),
+    "ratios": Option(["1:0", "3:1", "0:1"], ["3:1"], "recurrent : softmax layers"),
+}
+COLUMNS = (
+    Column("ratio", f"{MIXER} : softmax"),
+    Column("document", "document", "{:,}"),
+    Column("read", "read and save (s)", "{:.2f}"),
+    Column("load", "load (s)", "{:.3f}"),
+    Column("fork", "a question, forked (s)", "{:.2f}"),
+    Column("again", "a question, read again (s)", "{:.2f}"),
+    Column("time_ratio", "ratio", "{:.2f}"),
+    Column("cache_mb", "cache (MB)", "{:.1f}"),
+)
 
 
 @torch.no_grad()
 def compare(model, length: int, questions: int) -> dict[str, float]:
-    """Seconds to read the document, to load its cache, to answer a question either way, and the cache's bytes."""
-    document = torch.randint(model.config.vocab_size, (1, length))
+    """Seconds to read the document, to load its cache, to answer a question either way, and the cache's megabytes.
+
+    Raises:
+        RuntimeError: the two ways answered differently.
+    """
+    document = torch.randint(model.config.vocab_size, (1, length), device=model.device)
     asked = [
-        torch.cat((document, torch.randint(model.config.vocab_size, (1, QUESTION))), dim=1) for _ in range(questions)
+        torch.cat((document, torch.randint_like(document[:, :1].expand(-1, QUESTION), model.config.vocab_size)), dim=1)
+        for _ in range(questions)
     ]
 
     def answer(ids: torch.Tensor, **arguments) -> torch.Tensor:
@@ -43,42 +64,30 @@ def compare(model, length: int, questions: int) -> dict[str, float]:
     forked = time.perf_counter()
     again = [answer(ids) for ids in asked]
     end = time.perf_counter()
-    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True)), "the answers differ"
+    if not all(torch.equal(a, b) for a, b in zip(once, again, strict=True)):
+        raise RuntimeError("answers from a fork differ from those of the document read again")
     return {
         "read": read - start,
         "load": loaded - read,
         "fork": (forked - loaded) / questions,
         "again": (end - forked) / questions,
-        "bytes": cache.nbytes,
+        "time_ratio": (forked - loaded) / (end - forked),
+        "cache_mb": cache.nbytes / 1e6,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, nargs="+", default=[2048, 8192], help="tokens (default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--ratios", nargs="+", default=["1:0", "3:1", "0:1"], help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    arguments = parser.parse_args()
-
-    torch.set_num_threads(arguments.threads)
-    print(
-        f"gated_delta_net : softmax hybrids, float32, {arguments.threads} threads, PyTorch {torch.__version__}; ",
-        end="",
-    )
-    print(f"questions of {QUESTION} tokens, answers of {ANSWER}, means of {arguments.questions}\n")
-    print("| ratio | document | read and save | load | a question, forked | a question, read again | ratio | cache |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for ratio in arguments.ratios:
-        model = make_model("gated_delta_net", ratio)
-        for length in arguments.documents:
-            found = compare(model, length, arguments.questions)
-            print(
-                f"| {ratio} | {length} | {found['read']:.2f} s | {found['load']:.3f} s | {found['fork']:.2f} s | "
-                f"{found['again']:.2f} s | {found['fork'] / found['again']:.2f} | {found['bytes'] / 1e6:.1f} MB |",
-                flush=True,
-            )
+def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
+    shape = QUICK_MODEL_SHAPE if settings.quick else MODEL_SHAPE
+    rows = []
+    for ratio in settings.ratios:
+        model = make_model(f"{MIXER} {ratio}", shape, settings.device)
+        for length in settings.documents:
+            rows.append({"ratio": ratio, "document": length, **compare(model, length, settings.questions)})
+    title = f"Questions of {QUESTION} tokens, answers of {ANSWER}, fp32, batch 1; means of {settings.questions}."
+    return title, rows, {}
 
 
-if __name__ == "__main__":
-    main()
+def draw(report: Report):
+    labels = [f"{row['ratio']}, {row['document']:,}, {way}" for row in report.rows for way in ("forked", "read again")]
+    values = [row[key] for row in report.rows for key in ("fork", "again")]
+    return bars(labels, values, "seconds a question")

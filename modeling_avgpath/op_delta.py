@@ -18,7 +18,6 @@ import torch
 from .op_common import (
     ChunkedRecurrence,
     ChunkRule,
-    check_backend,
     check_inputs,
     chunk_decays,
     chunk_decays_backward,
@@ -26,6 +25,7 @@ from .op_common import (
     no_autocast,
     scan,
 )
+from .op_fla import fla_delta_rule, uses_kernel
 
 CHUNK_SIZE = 64
 
@@ -51,7 +51,7 @@ def gated_delta_rule(
         scale: factor on the output; None means D_k ** -0.5.
         initial_state: S_0, `[B, H, D_k, D_v]`; None means zeros. Differentiable.
         output_final_state: also return S_T. Differentiable.
-        backend: "auto" or "torch".
+        backend: "auto", "torch" or "fla" (Triton kernels; see op_fla).
     Returns:
         o `[B, T, H, D_v]` in v's dtype, and S_T `[B, H, D_k, D_v]` in float32, or None. float64 inputs are computed in
         float64, all others in float32.
@@ -82,8 +82,9 @@ def _check(op, q, k, v, gates, initial_state, step=False):
 
 
 def _run(q, k, v, g, beta, scale, initial_state, output_final_state, backend):
-    check_backend(backend)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if uses_kernel("delta_rule" if g is None else "gated_delta_rule", backend, q, k, v):
+        return fla_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state)
     if q.shape[1] == 1:
         gate = None if g is None else g[:, 0]
         o, state = _step(q[:, 0], k[:, 0], v[:, 0], gate, beta[:, 0], scale, initial_state)

@@ -14,7 +14,6 @@ from .op_common import (
     ChunkedRecurrence,
     ChunkRule,
     Decays,
-    check_backend,
     check_inputs,
     chunk_decays,
     chunk_decays_backward,
@@ -22,6 +21,7 @@ from .op_common import (
     no_autocast,
     scan,
 )
+from .op_fla import fla_linear_attention, uses_kernel
 
 CHUNK_SIZE = 64
 
@@ -47,16 +47,17 @@ def linear_attention(
         scale: factor on the output; None means D_k ** -0.5.
         initial_state: G_0, `[B, H, D_k, D_v]`; None means zeros. Differentiable.
         output_final_state: also return G_T. Differentiable.
-        backend: "auto" or "torch".
+        backend: "auto", "torch" or "fla" (Triton kernels; see op_fla).
     Returns:
         o `[B, T, H, D_v]` in v's dtype, and G_T `[B, H, D_k, D_v]` in float32, or None. float64 inputs are computed in
         float64, all others in float32.
     Raises:
         TypeError, ValueError: arguments that are no floating-point tensors, or whose shapes or devices do not agree.
     """
-    check_backend(backend)
     _check("linear_attention", q, k, v, g, beta, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if uses_kernel("linear_attention", backend, q, k, v):
+        return fla_linear_attention(q, k, v, g, beta, scale, initial_state, output_final_state)
     if q.shape[1] == 1:
         gates = (x if x is None else x[:, 0] for x in (g, beta))
         o, state = _step(q[:, 0], k[:, 0], v[:, 0], *gates, scale, initial_state)

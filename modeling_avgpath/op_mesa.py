@@ -15,7 +15,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .op_common import (
-    check_backend,
     check_inputs,
     check_tensor,
     chunk_decays,
@@ -28,6 +27,7 @@ from .op_common import (
     segments,
     to_chunks,
 )
+from .op_fla import fla_mesa, uses_kernel
 from .op_linear import decayed_update, linear_backward, linear_read, linear_states
 
 CHUNK_SIZE = 64
@@ -63,7 +63,7 @@ def mesa(
             the norm of the preconditioner.
         initial_state: (H_0 `[B, H, D_k, D_k]` symmetric, G_0 `[B, H, D_k, D_v]`); None means zeros. Differentiable.
         output_final_state: also return (H_T, G_T). Differentiable.
-        backend: "auto" or "torch".
+        backend: "auto" or "torch", which are one here, or "fla" (a Triton kernel without tolerance; see op_fla).
     Returns:
         o `[B, T, H, D_v]` in v's dtype, and (H_T, G_T) in float32, or None. float64 inputs are computed in float64, all
         others in float32.
@@ -76,8 +76,9 @@ def mesa(
     agreed with the oracle to 2e-5 and gradients to 1e-4, within 30 steps; the error is in proportion to the tolerance
     until float32 ends it. The gradient is the implicit one, through one more solve with the same matrices.
     """
-    check_backend(backend)
     _check("mesa", q, k, v, g, beta, lamb, max_cg_steps, tolerance, initial_state)
+    if uses_kernel("mesa", backend, q, k, v):
+        return fla_mesa(q, k, v, g, beta, lamb, max_cg_steps, initial_state, output_final_state)
     if q.shape[1] == 1:
         o, state = _step(*(x[:, 0] for x in (q, k, v, g, beta)), lamb, max_cg_steps, tolerance, initial_state)
         o = o.unsqueeze(1)

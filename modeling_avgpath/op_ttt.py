@@ -39,7 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .op_common import no_autocast
+from .op_common import check_backend, no_autocast
+from .op_fla import fla_ttt_linear, refuse_kernel, ttt_refusal, uses_kernel
 
 __all__ = [
     "ttt_initial_state",
@@ -294,11 +295,7 @@ def _check_arguments(
     backend: str,
 ) -> None:
     """Raises before anything is computed."""
-    if backend not in ("auto", "torch"):
-        raise ValueError(
-            f"backend must be 'auto' or 'torch' for the TTT operators, got {backend!r} (flash-linear-attention's TTT "
-            "kernels read o + LN(o) instead of q + LN(o))."
-        )
+    check_backend(backend)
     size = training.mini_batch_size
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"mini_batch_size must be an int >= 1, got {size!r}.")
@@ -530,6 +527,18 @@ def _ttt(
     _check_arguments(training, q, k, v, eta, initial_state, backend)
     if checkpoint_group_size < 0:
         raise ValueError(f"checkpoint_group_size must be >= 0 (0 = off), got {checkpoint_group_size}.")
+    num_layers, weights, size, inner_norm, _, lengths = training
+    op = "ttt_linear" if num_layers == 1 else "ttt_mlp"
+    if uses_kernel(op, backend, q, k, v, lambda: ttt_refusal(weights, eta, size, inner_norm, lengths, initial_state)):
+        state = ttt_initial_state(weights, q.shape[0]) if initial_state is None else initial_state
+        whole = q.shape[1] - q.shape[1] % size
+        scale = training.scale(eta.float())
+        o, state = fla_ttt_linear(*(x[:, :whole] for x in (q, k, v, eta)), weights, scale, NORM_EPS, state)
+        if whole < q.shape[1]:
+            rest = (x[:, whole:] for x in (q, k, v, eta))
+            rest, state = _ttt(training, *rest, state, output_final_state, "torch", checkpoint_group_size)
+            o = torch.cat([o, rest], 1)
+        return o, state if output_final_state else None
     dtype = _compute_dtype(q, k, v)
     with no_autocast(q):
         if k.shape[1] == 1:
@@ -720,6 +729,7 @@ def _ttt_expectation(
     backend: str,
 ) -> tuple[Tensor, dict[str, Tensor] | None]:
     # What trains the memory obeys the rules of the query readout, whose q has the shape of k.
+    refuse_kernel("expectation", backend)
     _check_arguments(training, k, k, v, eta, initial_state, backend)
     batch, time, heads, key_dim = k.shape
     if not isinstance(keys, Tensor) or keys.ndim != 4 or keys.shape[1] < time:
@@ -888,7 +898,7 @@ def ttt_linear(
             get no gradient; their outputs are finite and mean nothing.
         initial_state: the final state of an earlier call, or of `ttt_initial_state`; it replaces W1 and b1.
         output_final_state: also return the state after the last real token of each row.
-        backend: "auto" or "torch": there is one.
+        backend: "auto", "torch" or "fla" (a Triton kernel, for a learning rate that all tokens share; see op_fla).
         checkpoint_group_size: keep the weights of every n-th mini-batch only and compute the rest again in the backward
             pass: one more forward pass for a fraction of the memory, the least near the root of the number of
             mini-batches. 0 keeps all.

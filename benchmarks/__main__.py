@@ -1,0 +1,81 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""Speed and memory of AvgPath against its peers, one table a command, measured side by side in one run.
+
+python -m benchmarks ops                     # the full measurement, kept in docs/results/
+python -m benchmarks ops --quick             # seconds, small sizes: shows that it runs, printed only
+python -m benchmarks acceptance              # what was promised and what was found
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks import (
+    acceptance,
+    compiled_decode,
+    decode,
+    growth,
+    layers,
+    ops,
+    read_once,
+    roofline,
+    training,
+)
+from benchmarks.measure import machine_facts
+from benchmarks.options import settle
+from benchmarks.report import RESULTS, Report
+
+COMMANDS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (ops, layers, training, decode, growth, roofline, compiled_decode, read_once, acceptance)
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=style)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary = module.__doc__.partition("\n")[0]
+        command = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=style)
+        for option, values in module.OPTIONS.items():
+            values.add_to(command, option)
+        command.add_argument("--quick", action="store_true", help="small sizes, a run of seconds")
+        command.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+        command.add_argument("--output", type=Path, help=f"folder of the results (default: {RESULTS}; quick: none)")
+    arguments = parser.parse_args(argv)
+    settle(arguments, COMMANDS[arguments.command].OPTIONS)
+    if arguments.output is None and (not arguments.quick or arguments.command == "acceptance"):
+        arguments.output = RESULTS
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> Report:
+    """Run one command; prints the table and writes the files that the command's options ask for."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parse(argv)
+    module = COMMANDS[arguments.command]
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    title, rows, facts = module.measure(arguments)
+    options = {name: getattr(arguments, name) for name in (*module.OPTIONS, "quick", "device")}
+    command_line = shlex.join(["python", "-m", "benchmarks", *argv])
+    report = Report(arguments.command, title, command_line, options, machine_facts(), rows, facts)
+    print(report.markdown(module.COLUMNS))
+    if arguments.output is not None:
+        for path in report.save(arguments.output, module.COLUMNS, module.draw):
+            print(f"wrote {path}")
+    print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return report
+
+
+if __name__ == "__main__":
+    main()
