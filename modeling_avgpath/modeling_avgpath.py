@@ -447,6 +447,15 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             "no place for recurrent states: pad the prompts on the left and call generate() on the batch."
         )
 
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                f"assistant_early_exit={generation_config.assistant_early_exit} drafts by lowering num_hidden_layers of the "
+                "model's config for a while, which here also says what each layer mixes by: give a draft as assistant_model, "
+                "or prompt_lookup_num_tokens."
+            )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)
+
     @property
     def _has_virtual_tokens(self) -> bool:
         """Whether PEFT's prompt learning stands in for `prepare_inputs_for_generation`, as it does while it generates."""

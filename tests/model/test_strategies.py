@@ -219,6 +219,8 @@ def test_what_cannot_work_is_refused(case):
         model.generate_batch([ids[0].tolist()])
     with pytest.raises(ValueError, match="Continuous batching"):
         model.generate(ids, cache_implementation="paged")
+    with pytest.raises(ValueError, match="assistant_early_exit=1"):
+        model.generate(ids, assistant_early_exit=1, do_sample=False)
     if case != "softmax":
         with pytest.raises(ValueError, match="QuantizedCache"):
             model.generate(ids, cache_implementation="quantized")
