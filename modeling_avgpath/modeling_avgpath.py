@@ -451,8 +451,8 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         if generation_config.assistant_early_exit is not None:
             raise ValueError(
                 f"assistant_early_exit={generation_config.assistant_early_exit} drafts by lowering num_hidden_layers of the "
-                "model's config for a while, which here also says what each layer mixes by: give a draft as assistant_model, "
-                "or prompt_lookup_num_tokens."
+                "model's config for a while, which here also says what each layer mixes by: give a draft as "
+                "assistant_model, or prompt_lookup_num_tokens."
             )
         return super()._get_candidate_generator(generation_config, *args, **kwargs)
 
