@@ -38,11 +38,13 @@ class Peer(NamedTuple):
         function: q, k, v and the gates by name -> o.
         tolerance: relative difference up to which it computes the same function in fp32; None if it is another one.
         longest: sequences beyond are not timed: autograd makes these quadratic, and the shorter ones have shown it.
+        fp32_only: whatever it is given, it computes in fp32; other inputs are not timed.
     """
 
     function: Callable[..., Tensor]
     tolerance: float | None = 1e-4
     longest: int | None = None
+    fp32_only: bool = False
 
 
 class Operator(NamedTuple):
@@ -60,7 +62,7 @@ class Operator(NamedTuple):
 SOFTMAX_OPERATOR = Operator(lambda **inputs: (peers.softmax_attention(**inputs), None), (), {})
 
 
-def _ttt(ours: Callable, longest: int = 4096) -> Operator:
+def _ttt(ours: Callable) -> Operator:
     def run(q, k, v, eta, **weights):
         return ours(q, k, v, eta, weights)
 
@@ -68,12 +70,14 @@ def _ttt(ours: Callable, longest: int = 4096) -> Operator:
         return peers.ttt_reference(q, k, v, eta, weights)
 
     layers = ("W1", "b1") if ours is ops.ttt_linear else ("W1", "b1", "W2", "b2")
-    return Operator(run, ("eta", *layers, "ln_weight", "ln_bias"), {"TTT reference": Peer(reference, longest=longest)})
+    return Operator(
+        run, ("eta", *layers, "ln_weight", "ln_bias"), {"TTT reference": Peer(reference, longest=4096, fp32_only=True)}
+    )
 
 
 def operators(device: str) -> dict[str, Operator]:
     """Every operator with the peers that `device` can run; flash-linear-attention's where it is installed."""
-    in_tree = {"in-tree": Peer(peers.in_tree_gated_delta_rule)}
+    in_tree = {"in-tree": Peer(peers.in_tree_gated_delta_rule, fp32_only=True)}
     found = {
         "linear": Operator(ops.linear_attention, ("g", "beta"), {}),
         "delta_net": Operator(ops.delta_rule, ("beta",), dict(in_tree)),
@@ -84,11 +88,11 @@ def operators(device: str) -> dict[str, Operator]:
     }
     if peers.has_fla():
         plain = {
-            "linear": Peer(peers.fla_plain_linear_attention, longest=4096),
-            "delta_net": Peer(peers.fla_plain_delta_rule, longest=4096),
-            "gated_delta_net": Peer(peers.fla_plain_gated_delta_rule, longest=4096),
+            "linear": Peer(peers.fla_plain_linear_attention, longest=4096, fp32_only=True),
+            "delta_net": Peer(peers.fla_plain_delta_rule, longest=4096, fp32_only=True),
+            "gated_delta_net": Peer(peers.fla_plain_gated_delta_rule, longest=4096, fp32_only=True),
             # Its small constants in the denominators end the descent at about this accuracy.
-            "mesa_net": Peer(peers.fla_plain_mesa, tolerance=2e-2, longest=4096),
+            "mesa_net": Peer(peers.fla_plain_mesa, tolerance=2e-2, longest=4096, fp32_only=True),
         }
         kernels = {
             "linear": Peer(peers.fla_kernel_linear_attention, tolerance=2e-2),
@@ -190,7 +194,7 @@ def mesa_at_the_residual_of_peer(shape: Shape, device: str, length: int = 256) -
             error = relative_error(ours(**inputs)[0], exact)
             if error <= theirs:
                 break
-    peer = Peer(peers.fla_plain_mesa, tolerance=2e-2, longest=4096)
+    peer = Peer(peers.fla_plain_mesa, tolerance=2e-2, longest=4096, fp32_only=True)
     return Operator(ours, ("g", "beta", "lamb"), {"fla, plain": peer}), {"ours": error, "theirs": theirs}
 
 

@@ -25,12 +25,12 @@ OPTIONS = {
     "contexts": Option([512, 4096, 16384], [16, 48], "tokens before the decoded ones"),
     "recurrent_contexts": Option([1024, 65536], [16, 64], "those of the all-recurrent models"),
     "models": Option(
-        ["gated_delta_net 3:1", "mesa_net 3:1", "ttt_linear 3:1", "Llama", "OLMo-Hybrid"],
+        ["gated_delta_net 3:1", "mesa_net 3:1", "Llama", "OLMo-Hybrid"],
         ["gated_delta_net 3:1", "Llama", "OLMo-Hybrid"],
         "mixer and ratio, or a peer",
     ),
-    "recurrent": Option(["gated_delta_net", "mesa_net", "ttt_linear"], ["gated_delta_net"], "all-recurrent models"),
-    "compiled": Option(["gated_delta_net 3:1", "Llama", "gated_delta_net"], ["none"], "models that are also compiled"),
+    "recurrent": Option(["gated_delta_net", "mesa_net"], ["gated_delta_net"], "all-recurrent models"),
+    "compiled": Option(["gated_delta_net 3:1", "Llama"], ["none"], "models that are also compiled"),
     "tokens": Option(48, 2, "decoded and timed"),
 }
 COLUMNS = (

@@ -15,8 +15,8 @@ from benchmarks.options import Option
 from benchmarks.report import Column, Report, axes_of, lines
 
 OPTIONS = {
-    "lengths": Option([1024, 2048, 4096, 16384, 65536], [64, 128, 256], "tokens"),
-    "reference": Option(2048, 128, "the length that growth is relative to"),
+    "lengths": Option([1024, 2048, 4096, 16384, 65536], [64, 128], "tokens"),
+    "reference": Option(2048, 64, "the length that growth is relative to"),
     "longest_softmax": Option(16384, 256, "softmax attention, which grows quadratically, is measured up to here"),
     "repeats": Option(3, 1, "timed runs of each operator and length"),
     "heads": Option(8, 2, "heads"),

@@ -23,13 +23,13 @@ OPTIONS = {
     "ratios": Option(["1:0", "3:1", "0:1"], ["3:1"], "recurrent : softmax layers"),
 }
 COLUMNS = (
-    Column("ratio", f"{MIXER} : softmax"),
+    Column("hybrid", f"{MIXER} : softmax"),
     Column("document", "document", "{:,}"),
     Column("read", "read and save (s)", "{:.2f}"),
     Column("load", "load (s)", "{:.3f}"),
     Column("fork", "a question, forked (s)", "{:.2f}"),
     Column("again", "a question, read again (s)", "{:.2f}"),
-    Column("time_ratio", "ratio", "{:.2f}"),
+    Column("ratio", "ratio", "{:.2f}"),
     Column("cache_mb", "cache (MB)", "{:.1f}"),
 )
 
@@ -71,7 +71,7 @@ def compare(model, length: int, questions: int) -> dict[str, float]:
         "load": loaded - read,
         "fork": (forked - loaded) / questions,
         "again": (end - forked) / questions,
-        "time_ratio": (forked - loaded) / (end - forked),
+        "ratio": (forked - loaded) / (end - forked),
         "cache_mb": cache.nbytes / 1e6,
     }
 
@@ -82,12 +82,12 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
     for ratio in settings.ratios:
         model = make_model(f"{MIXER} {ratio}", shape, settings.device)
         for length in settings.documents:
-            rows.append({"ratio": ratio, "document": length, **compare(model, length, settings.questions)})
+            rows.append({"hybrid": ratio, "document": length, **compare(model, length, settings.questions)})
     title = f"Questions of {QUESTION} tokens, answers of {ANSWER}, fp32, batch 1; means of {settings.questions}."
     return title, rows, {}
 
 
 def draw(report: Report):
-    labels = [f"{row['ratio']}, {row['document']:,}, {way}" for row in report.rows for way in ("forked", "read again")]
+    labels = [f"{row['hybrid']}, {row['document']:,}, {way}" for row in report.rows for way in ("forked", "read again")]
     values = [row[key] for row in report.rows for key in ("fork", "again")]
     return bars(labels, values, "seconds a question")

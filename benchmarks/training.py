@@ -17,10 +17,10 @@ from benchmarks.options import Option
 from benchmarks.report import Column, Report, bars
 
 TWIN = "softmax"
-MODELS = [TWIN, "gated_delta_net 3:1", "gated_delta_net 1:0", "mesa_net 3:1", "mesa_net 1:0", "ttt_linear 3:1",
-          "ttt_linear 1:0", "Llama", "OLMo-Hybrid"]  # fmt: skip
+MODELS = [TWIN, "gated_delta_net 3:1", "gated_delta_net 1:0", "mesa_net 3:1", "mesa_net 1:0", "ttt_linear 1:0", "Llama",
+          "OLMo-Hybrid"]  # fmt: skip
 OPTIONS = {
-    "models": Option(MODELS, [TWIN, "gated_delta_net 3:1", "Llama", "OLMo-Hybrid"], "mixer and ratio, or a peer"),
+    "models": Option(MODELS, [TWIN, "gated_delta_net 3:1", "OLMo-Hybrid"], "mixer and ratio, or a peer"),
     "tokens": Option(2048, 64, "of a timed step"),
     "memory_tokens": Option(8192, 64, "of a step whose memory is measured; 0: none"),
     "repeats": Option(3, 1, "timed steps of each model"),
