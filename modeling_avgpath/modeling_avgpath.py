@@ -9,8 +9,10 @@ Notable:
 """
 
 import functools
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -140,6 +142,18 @@ def softmax_mask(config: AvgPathConfig, inputs_embeds, attention_mask, cache: Ca
     )
 
 
+def damaged_files(folder) -> list[str]:
+    """The files in `folder` that end in .safetensors and are no whole safetensors files."""
+    damaged = []
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            damaged.append(file.name)
+    return damaged
+
+
 @auto_docstring
 class AvgPathPreTrainedModel(PreTrainedModel):
     config: AvgPathConfig
@@ -171,6 +185,22 @@ class AvgPathPreTrainedModel(PreTrainedModel):
     # of a few rows that make decay and step size of the recurrent memories. Decay parameters and inner weights are no
     # linear layers and stay in fp32 by themselves.
     modules_to_not_convert = ["lm_head", "score", r".*\.a_proj", r".*\.b_proj"]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """`PreTrainedModel.from_pretrained`, which names a damaged weights file of a folder.
+
+        Raises:
+            ValueError: a weights file is no whole safetensors file.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            damaged = ", ".join(damaged_files(pretrained_model_name_or_path)) or "a weights file"
+            raise ValueError(
+                f"{damaged} of the checkpoint {pretrained_model_name_or_path} is damaged ({error}): it may have been cut "
+                "short while it was copied. Fetch it anew from where the checkpoint came from."
+            ) from error
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

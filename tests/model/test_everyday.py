@@ -148,3 +148,17 @@ def test_saved_and_loaded_bitwise(case, tmp_path):
     ids = random_ids(2, 13)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_damaged_checkpoints(tmp_path):
+    """A missing shard and one that was cut short: both are named."""
+    tiny_model("all_recurrent").save_pretrained(tmp_path, max_shard_size="20KB")
+    *_, second, last = sorted(tmp_path.glob("*.safetensors"))
+    content = last.read_bytes()
+    last.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"{last.name} of the checkpoint .*damaged.*Fetch it anew"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    last.write_bytes(content)
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=second.name):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
