@@ -21,7 +21,7 @@ TRAIN = [
     "tqdm>=4.66",
 ]
 
-FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16,<2"]
+FINETUNE = [*TRAIN, "peft>=0.21,<0.22", "trl>=1.16,<2"]
 
 # The harness that scores checkpoints, and weights in int8.
 EVALUATE = [*TRAIN, "lm-eval[hf]>=0.4.13", "torchao>=0.18"]

@@ -141,7 +141,7 @@ def lora_config(recipe: LoraRecipe, model: PreTrainedModel) -> LoraConfig | None
             if not found:
                 raise SetupError(
                     f"lora.target_modules: the model has no linear layer '{target}' besides its head"
-                    f"{nearest(target, linear)} Those it has: {', '.join(sorted(linear))}"
+                    f"{nearest(target, linear) or '.'} Those it has: {', '.join(sorted(linear))}"
                 )
     return LoraConfig(
         r=recipe.rank,

@@ -418,7 +418,8 @@ def _leaves(values: dict, schema: type | None, prefix: str = "") -> typing.Itera
 
 def _apply(config: DictConfig, values: dict, source: str, schema: type) -> None:
     fields = {key: kind for key, kind, _, _ in recipe_fields(schema)}
-    known = [*fields, "model.config"] if "model" in fields else fields
+    sections = {key.partition(".")[0] for key in fields}
+    known = [*fields, *sections - fields.keys(), *(["model.config"] if "model" in fields else [])]
     for key, value in _leaves(values, schema):
         if key not in fields and fields.get(key.partition(".")[0]) != dict[str, Any]:
             raise SetupError(f"{source}: unknown recipe key '{key}'{nearest(key, known)}")

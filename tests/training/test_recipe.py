@@ -63,6 +63,7 @@ def test_a_written_recipe_reads_back_equal(tmp_path):
     ("override", "words"),
     [
         ("train.stepz=1", ["'train.stepz'", "did you mean 'train.steps'?"]),
+        ("trian.steps=1", ["'trian'", "did you mean 'train'?"]),
         ("steps=1", ["'steps'", "did you mean 'train.steps'?"]),
         ("learning_rate=1", ["did you mean 'optimizer.learning_rate'?"]),
         ("train.steps=many", ["'train.steps' must be int", "'many' (str)"]),
