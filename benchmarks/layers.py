@@ -17,7 +17,7 @@ from benchmarks import peers
 from benchmarks.cases import DTYPES, MODEL_SHAPE, PASSES, QUICK_MODEL_SHAPE
 from benchmarks.measure import interleave
 from benchmarks.options import Option
-from benchmarks.report import Column, Report, bars
+from benchmarks.report import SIDE_BY_SIDE, Column, Report, bars
 from modeling_avgpath import AvgPathConfig
 from modeling_avgpath.modeling_avgpath import MIXERS
 
@@ -31,11 +31,7 @@ COLUMNS = (
     Column("mixer", "mixer"),
     Column("tokens", "tokens", "{:,}"),
     Column("inputs", "dtype"),
-    Column("pass", "pass"),
-    Column("seconds", "AvgPath (s)", "{:.3f}"),
-    Column("peer", "peer"),
-    Column("peer_seconds", "peer (s)", "{:.3f}"),
-    Column("ratio", "ratio", "{:.2f}"),
+    *SIDE_BY_SIDE,
 )
 RECURRENT = ("linear", "delta_net", "gated_delta_net", "mesa_net", "ttt_linear", "ttt_mlp")
 ATTENTION = "Llama attention"

@@ -23,7 +23,7 @@ from benchmarks.cases import (
 )
 from benchmarks.measure import interleave
 from benchmarks.options import Option
-from benchmarks.report import Column, Report, bars
+from benchmarks.report import SIDE_BY_SIDE, Column, Report, bars
 
 OPTIONS = {
     "lengths": Option([4096, 16384], [128], "tokens"),
@@ -37,11 +37,7 @@ COLUMNS = (
     Column("operator", "operator"),
     Column("tokens", "tokens", "{:,}"),
     Column("inputs", "inputs"),
-    Column("pass", "pass"),
-    Column("seconds", "AvgPath (s)", "{:.3f}"),
-    Column("peer", "peer"),
-    Column("peer_seconds", "peer (s)", "{:.3f}"),
-    Column("ratio", "ratio", "{:.2f}"),
+    *SIDE_BY_SIDE,
     Column("difference", "difference", "{:.0e}"),
 )
 MATCHED = "mesa_net (residual of the peer)"

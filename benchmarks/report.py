@@ -19,6 +19,16 @@ class Column(NamedTuple):
     format: str = "{}"
 
 
+# Ours and a peer on the same work.
+SIDE_BY_SIDE = (
+    Column("pass", "pass"),
+    Column("seconds", "AvgPath (s)", "{:.3f}"),
+    Column("peer", "peer"),
+    Column("peer_seconds", "peer (s)", "{:.3f}"),
+    Column("ratio", "ratio", "{:.2f}"),
+)
+
+
 @dataclass
 class Report:
     """What one command measured.

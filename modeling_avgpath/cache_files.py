@@ -23,20 +23,20 @@ def model_fingerprint(model) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        for tensor in _stored_tensors(parameter.detach()):
+        for tensor in stored_tensors(parameter.detach()):
             values = tensor.flatten()
             sample = values[:: max(1, values.numel() // 64)][:64].double().cpu()
             digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
 
 
-def _stored_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
+def stored_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
     """The tensor itself, or of a quantised one the integers and scales that it wraps, which alone can be sliced."""
     is_sharded = hasattr(weight, "full_tensor")  # which acts as a plain tensor
     if is_sharded or not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()
-    return [tensor for name in names for tensor in _stored_tensors(getattr(weight, name))]
+    return [tensor for name in names for tensor in stored_tensors(getattr(weight, name))]
 
 
 def write_cache(folder: str | os.PathLike, tensors: dict[str, torch.Tensor], facts: dict) -> None:

@@ -158,17 +158,8 @@ def fla_delta_rule(
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`gated_delta_rule` on its kernel, without g `delta_rule` on its own; shapes as there."""
-    kernel, _ = _load("delta_rule" if g is None else "gated_delta_rule")
-    gates = {"beta": beta.float()} if g is None else {"g": g.float(), "beta": beta.float()}
-    return kernel(
-        q=q,
-        k=k,
-        v=v,
-        **gates,
-        scale=scale,
-        initial_state=_fp32(initial_state),
-        output_final_state=output_final_state,
-    )
+    op, gates = ("delta_rule", {}) if g is None else ("gated_delta_rule", {"g": g.float()})
+    return _run_chunks(op, q, k, v, {**gates, "beta": beta.float()}, scale, initial_state, output_final_state)
 
 
 def fla_linear_attention(
@@ -182,14 +173,18 @@ def fla_linear_attention(
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`linear_attention` on the kernel of simple gated linear attention; shapes as there."""
-    kernel, _ = _load("linear_attention")
     if beta is not None:
         v = (v.float() * beta.float().unsqueeze(-1)).to(v.dtype)
+    return _run_chunks("linear_attention", q, k, v, {"g": _fp32(g)}, scale, initial_state, output_final_state)
+
+
+def _run_chunks(op, q, k, v, gates, scale, initial_state, output_final_state):
+    kernel, _ = _load(op)
     return kernel(
         q=q,
         k=k,
         v=v,
-        g=_fp32(g),
+        **gates,
         scale=scale,
         initial_state=_fp32(initial_state),
         output_final_state=output_final_state,

@@ -2,6 +2,7 @@
 """Model cards: `hub_card.md` filled from a model, what it was trained on, and what was measured."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -112,6 +113,21 @@ def layer_diagram(config: AvgPathConfig, caches: Sequence[LayerCache]) -> str:
         each = " each" if count > 1 else ""
         lines.append(f"{start}{bracket} {count:>2} {spec:<{width}}  {holds}: {' + '.join(held)}{each}")
     return "\n".join(lines)
+
+
+def held_out_results(source: str, names: Mapping[str, str], values: Mapping[str, float]) -> list[EvalResult]:
+    """What was measured on the part of `source` that was held out; `names` is metric -> its name on the card."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=re.sub(r"[^a-z0-9]+", "-", source.lower()).strip("-"),
+            dataset_name=f"{source}, held out",
+            metric_type=metric,
+            metric_name=name,
+            metric_value=values[metric],
+        )
+        for metric, name in names.items()
+    ]
 
 
 def build_card(

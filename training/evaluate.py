@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from modeling_avgpath import AvgPathForCausalLM  # also registers model_type avgpath
+from modeling_avgpath.cache_files import stored_tensors
 from training.data import Document, load_documents, split_documents
 from training.modeling import count_parameters
 from training.perplexity import DocumentScores, count_bytes, score_carried, score_windows, summarise
@@ -123,13 +124,6 @@ def load_tokenizer(recipe: EvaluationRecipe) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise SetupError(f"no tokenizer in {path} (model.tokenizer names another one): {error}") from None
-
-
-def tensor_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor holds; of a quantised one, those of its integers and scales."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(tensor_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes
 
 
 @dataclasses.dataclass
@@ -288,7 +282,7 @@ def one_document(scores: DocumentScores, size: float) -> dict:
 
 def model_nbytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters, tied ones once."""
-    return sum(tensor_nbytes(parameter.data) for parameter in model.parameters())
+    return sum(tensor.nbytes for parameter in model.parameters() for tensor in stored_tensors(parameter.data))
 
 
 def evaluate(recipe: EvaluationRecipe) -> dict:

@@ -8,7 +8,6 @@ Started plainly (`python training/finetune.py`) or by `accelerate launch`.
 import dataclasses
 import json
 import math
-import re
 import signal
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, disable_progress_bars
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import (
@@ -40,7 +39,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
 
 import modeling_avgpath  # noqa: F401  (registers model_type avgpath)
-from training.card import build_card
+from training.card import build_card, held_out_results
 from training.checkpoint import Interruption, earlier_files, open_run_folder, save_checkpoint
 from training.data import IGNORE
 from training.examples import (
@@ -166,9 +165,8 @@ def prepare_chat(recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, exa
     check_chat_template(examples, tokenizer)
     if recipe.data.loss == "completion" and examples[0].kind == "messages":
         try:
-            get_training_chat_template(
-                tokenizer
-            )  # as `SFTTrainer` will: a marked form of the well-known ones, or this one
+            # As `SFTTrainer` will: a marked form of the well-known ones, or this one.
+            get_training_chat_template(tokenizer)
         except ValueError:
             raise SetupError(
                 "the tokenizer's chat template does not mark what the assistant says by {% generation %} ... "
@@ -471,7 +469,7 @@ def finetune(recipe: FinetuneRecipe) -> dict:
             cut_metrics(folder / "metrics.jsonl", int(checkpoint.rsplit("-", 1)[-1]))
     accelerator.wait_for_everyone()
     parameters = count_parameters(trainer.model)
-    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    trained = count_parameters(trainer.model, trained_only=True)
     if accelerator.is_main_process:
         print(
             f"{config.model_type}, {parameters:,} parameters, {trained:,} of them trained\n"
@@ -517,7 +515,7 @@ def finish(
     prompt, answer = sample_answer(recipe, trainer, (held_out or examples)[0])
     (run.folder / "sample.txt").write_text(f"{prompt}\n\n{answer}\n", encoding="utf-8")
     config, state = trainer.model.config, trainer.state
-    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    trained = count_parameters(trainer.model, trained_only=True)
     plot_losses(
         run.folder / "metrics.jsonl", run.folder / "loss.png", f"{config.model_type}, {trained / 1e6:.2f}M trained"
     )
@@ -575,18 +573,7 @@ def describe(
             "mixed precision": summary["precision"],
             "seed": str(recipe.seed),
         },
-        results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=re.sub(r"[^a-z0-9]+", "-", source.lower()).strip("-"),
-                dataset_name=f"{source}, held out",
-                metric_type=metric,
-                metric_name=name,
-                metric_value=summary["validation"][metric],
-            )
-            for metric, name in names.items()
-            if summary["validation"]
-        ],
+        results=held_out_results(source, names, summary["validation"]) if summary["validation"] else [],
         limits="It answers in the manner of its examples, states falsehoods as readily as facts, and was not made safe.",
         base_model=recipe.model.path if is_on_hub else None,
         language="en" if is_sotu else None,

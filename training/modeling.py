@@ -63,9 +63,9 @@ def build_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def count_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters, tied ones counted once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def count_parameters(model: torch.nn.Module, trained_only: bool = False) -> int:
+    """Number of parameters, tied ones counted once; all, or those that are trained."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
 def cache_nbytes(cache: Any) -> int:

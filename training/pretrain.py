@@ -8,7 +8,6 @@ few minutes on two CPU cores. Started plainly (`python training/pretrain.py`) or
 import dataclasses
 import json
 import math
-import re
 import signal
 import sys
 import time
@@ -21,11 +20,11 @@ if __package__ in (None, ""):  # started as a file: Python put this folder on th
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import ModelCard
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from training.card import build_card, describe_layers
+from training.card import build_card, describe_layers, held_out_results
 from training.checkpoint import Interruption, earlier_files, open_run_folder, prune_checkpoints, save_checkpoint
 from training.data import IGNORE, PackedData, collate, prepare_data
 from training.machine import choose_precision, keep_freed_memory, split_batch
@@ -288,17 +287,7 @@ class Pretraining:
                 "throughput": f"{summary['tokens_per_second']:,.0f} tokens/s on {self.accelerator.num_processes} × "
                 f"{self.accelerator.device.type}",
             },
-            results=[
-                EvalResult(
-                    task_type="text-generation",
-                    dataset_type=re.sub(r"[^a-z0-9]+", "-", source.lower()).strip("-"),
-                    dataset_name=f"{source}, held out",
-                    metric_type=metric,
-                    metric_name=name,
-                    metric_value=summary["validation"][metric],
-                )
-                for metric, name in names.items()
-            ],
+            results=held_out_results(source, names, summary["validation"]),
             limits=f"A base model, trained on {summary['training_tokens']:,} tokens of one source: it continues text in "
             "that manner, states falsehoods as readily as facts, and has learnt the views of its authors. It was not tuned "
             "to follow instructions or to be safe.",
