@@ -5,19 +5,22 @@ A state is a dictionary of named tensors whose first axis is the batch. Layers h
 new one back; tensors are replaced, never written in place, so a carried state stays part of the autograd graph.
 """
 
+import contextlib
 import copy
+import operator
 import os
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from .alignment import Alignment, align_padding
-from .cache_files import model_fingerprint, read_cache, write_cache
-from .configuration_avgpath import parse_mixer_spec
+from .cache_files import model_fingerprint, read_cache, weight_versions, write_cache
+from .configuration_avgpath import AvgPathConfig, parse_mixer_spec
 
 # Tokens that can be taken back while the past is recorded, unless said otherwise.
 RECORDED_TOKENS = 128
@@ -51,13 +54,28 @@ class Recorded:
         states: the constant-size states before the piece.
         streams: the mixer's inputs `[B, T, ...]`.
         is_real: `[B, T]` bool, or `None` without padding.
-        function: the mixer's work on rows.
+        function: the mixer's work on rows, a method of the mixer.
+        num_keys: keys that the layer held before the piece, if it holds keys.
+        autocast: whether autocast was on, and to which dtype.
+        weights: the mixer's parameters that are no linear layers', by name. They are kept because accelerate may have moved
+            them away from the mixer when the piece has to run again.
     """
 
     states: dict[str, torch.Tensor]
     streams: dict[str, torch.Tensor]
     is_real: torch.Tensor | None
     function: RowFunction
+    num_keys: int = 0
+    autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def circumstances(self):
+        """Those under which the piece ran first: autocast, and weights in their place."""
+        device = next(iter(self.streams.values())).device.type
+        enabled, dtype = self.autocast
+        with torch.autocast(device, dtype, enabled), placed_weights(self.function.__self__, self.weights):
+            yield
 
     def __len__(self) -> int:
         return next(iter(self.streams.values())).shape[1]
@@ -84,6 +102,30 @@ class Recorded:
         )
 
 
+def row_weights(mixer: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that a mixer's work on rows may need: all but those of its linear layers, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): parameter
+        for path, module in mixer.named_modules()
+        if not isinstance(module, nn.Linear)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+@contextlib.contextmanager
+def placed_weights(mixer: nn.Module, weights: dict[str, torch.Tensor]):
+    """Within it, those of the `weights` that are away (on the meta device) are where `mixer` looks for them."""
+    away = {name: weight for name, weight in row_weights(mixer).items() if weight.is_meta and name in weights}
+    owners = {name: mixer.get_submodule(name.rpartition(".")[0])._parameters for name in away}
+    for name, parameters in owners.items():
+        parameters[name.rpartition(".")[2]] = weights[name]
+    try:
+        yield
+    finally:
+        for name, parameters in owners.items():
+            parameters[name.rpartition(".")[2]] = away[name]
+
+
 class StateCacheLayer(CacheLayerMixin):
     """Cache of a layer whose memory has constant size: named state tensors, batch first.
 
@@ -107,6 +149,7 @@ class StateCacheLayer(CacheLayerMixin):
         self.cumulative_length = 0 if max_cache_len is None else torch.tensor(0)
         self.record_past = False
         self.recorded_depth = RECORDED_TOKENS
+        self.device: torch.device | None = None  # where the states were before they were offloaded
         self.history: list[Recorded] = []
 
     def __repr__(self) -> str:
@@ -141,19 +184,27 @@ class StateCacheLayer(CacheLayerMixin):
         While the past is recorded, the last `recorded_depth` tokens run as a piece of their own that can be taken back, so
         what is held for it does not depend on the length of the text.
         """
-        length = next(iter(streams.values())).shape[1]
+        some_stream = next(iter(streams.values()))
+        length, device = some_stream.shape[1], some_stream.device.type
         is_real = None if alignment is None else alignment.is_real
         if not self.record_past:
             return self._advance(function, streams, alignment, length)
         cut = max(0, length - self.recorded_depth)
         outputs = []
         if cut:
-            head = Recorded(self.memory_states(), streams, is_real, function).first(cut)
+            head = Recorded({}, streams, is_real, function).first(cut)
             outputs.append(self._advance(function, head.streams, self._align(head.is_real), cut))
-        # Copied, lest a view of the last tokens keep the whole text's inputs alive.
-        tail = {name: stream[:, cut:].clone() for name, stream in streams.items()}
-        piece = Recorded(self.memory_states(), tail, None if is_real is None else is_real[:, cut:].clone(), function)
-        outputs.append(self._advance(function, tail, self._align(piece.is_real), length - cut))
+        piece = Recorded(
+            states=self.memory_states(),
+            # Copied, lest a view of the last tokens keep the whole text's inputs alive.
+            streams={name: stream[:, cut:].clone() for name, stream in streams.items()},
+            is_real=None if is_real is None else is_real[:, cut:].clone(),
+            function=function,
+            num_keys=self.num_keys,
+            autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            weights=row_weights(function.__self__),
+        )
+        outputs.append(self._advance(function, piece.streams, self._align(piece.is_real), length - cut))
         self.history.append(piece)
         while sum(map(len, self.history[1:])) >= self.recorded_depth:
             self.history.pop(0)
@@ -220,14 +271,19 @@ class StateCacheLayer(CacheLayerMixin):
     def update(self, key_states, value_states, *args, **kwargs):
         raise TypeError(f"{type(self).__name__} keeps a recurrent state, not keys and values.")
 
-    def activate_past_recording(self, depth: int = RECORDED_TOKENS) -> None:
-        """From now on keep what it takes to go back up to `depth` tokens."""
+    @property
+    def num_keys(self) -> int:
+        """Keys held, one for each token, if this is a layer that holds keys."""
+        return 0
+
+    def activate_past_recording(self, depth: int | None = None) -> None:
+        """From now on keep what it takes to go back up to `depth` tokens, by default as many as before or 128."""
+        if depth is None:
+            depth = self.recorded_depth if self.record_past else RECORDED_TOKENS
         self.record_past, self.recorded_depth = True, depth
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises if `crop` would: a positive count, or more tokens than were recorded."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, such as -2; got {tokens_to_remove}.")
+        """Raises if `crop` would: more tokens than were recorded."""
         recorded = sum(map(len, self.history))
         if -tokens_to_remove > recorded:
             raise RuntimeError(
@@ -239,9 +295,10 @@ class StateCacheLayer(CacheLayerMixin):
         """Go back to the state before the last `-tokens_to_remove` tokens; 0 forgets what was recorded.
 
         Raises:
-            ValueError: a positive count.
+            TypeError, ValueError: no integer, or a positive one.
             RuntimeError: more tokens than were recorded; nothing is changed.
         """
+        check_count(tokens_to_remove)
         self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             self.history = []
@@ -249,21 +306,22 @@ class StateCacheLayer(CacheLayerMixin):
         remaining = -tokens_to_remove
         while remaining:
             piece = self.history.pop()
-            self.go_back_to(piece.states, len(piece))
+            self.go_back_before(piece)
             if len(piece) > remaining:  # run the part that stays again, from the state before the piece
                 piece = piece.first(len(piece) - remaining)
-                self._advance(piece.function, piece.streams, self._align(piece.is_real), len(piece))
+                with piece.circumstances():
+                    self._advance(piece.function, piece.streams, self._align(piece.is_real), len(piece))
                 self.history.append(piece)
                 break
             remaining -= len(piece)
 
-    def go_back_to(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
-        """Put back the states of `num_tokens` tokens ago."""
-        self.cumulative_length -= num_tokens
-        if self.is_static and states:
-            self._store(states)
+    def go_back_before(self, piece: Recorded) -> None:
+        """Put back the states from before the latest piece."""
+        self.cumulative_length -= len(piece)
+        if self.is_static and piece.states:
+            self._store(piece.states)
         else:
-            self.states = dict(states)
+            self.states = dict(piece.states)
 
     def reset(self) -> None:
         records, depth = self.record_past, self.recorded_depth
@@ -272,7 +330,8 @@ class StateCacheLayer(CacheLayerMixin):
 
     def map_states(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor held, recorded ones included, by `function` of it."""
-        self.states = {name: function(state) for name, state in self.states.items()}
+        keep = fixed_buffer if self.is_static else lambda state: state
+        self.states = {name: keep(function(state)) for name, state in self.states.items()}
         self.history = [piece.map(function) for piece in self.history]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -290,7 +349,8 @@ class StateCacheLayer(CacheLayerMixin):
         self.map_states(lambda state: state.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        self.map_states(lambda state: state.to(self.device, non_blocking=True))
+        if self.device is not None:
+            self.map_states(lambda state: state.to(self.device, non_blocking=True))
 
 
 class SlidingCacheLayer(StateCacheLayer):
@@ -334,19 +394,22 @@ class KeyCacheLayer(StateCacheLayer):
     def get_max_length(self) -> int:
         return self.max_cache_len if self.is_static else -1
 
+    @property
+    def num_keys(self) -> int:
+        # Not the number of tokens: padding that all rows share is stored for none.
+        return self.states["keys"].shape[1] if "keys" in self.states else 0
+
     def memory_states(self) -> dict[str, torch.Tensor]:
         return {name: state for name, state in super().memory_states().items() if name not in ("keys", "positions")}
 
-    def go_back_to(self, states: dict[str, torch.Tensor], num_tokens: int) -> None:
+    def go_back_before(self, piece: Recorded) -> None:
+        held = {name: self.states[name] for name in ("keys", "positions")}
+        super().go_back_before(piece)
         if self.is_static:
-            room = {name: self.states[name] for name in ("keys", "positions")}
-            super().go_back_to(states, num_tokens)
-            self.states = {**self.states, **room}
+            self.states = {**self.states, **held}
             self.states["positions"][:, int(self.cumulative_length) :] = -1
-            return
-        length = self.cumulative_length - num_tokens
-        kept = {name: self.states[name][:, :length] for name in ("keys", "positions")} if length else {}
-        super().go_back_to({**states, **kept}, num_tokens)
+        elif piece.num_keys:
+            self.states |= {name: tensor[:, : piece.num_keys] for name, tensor in held.items()}
 
 
 CACHE_LAYERS = {
@@ -364,18 +427,30 @@ def fixed_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# The config fields that decide what the tensors of a cache mean.
-CACHE_FIELDS = (
-    "mixer_types", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "sliding_window",
-    "ttt_conv_kernel_dim", "ttt_mini_batch_size", "rope_parameters", "use_rope", "use_qk_norm", "num_sink_tokens",
-    "qk_norm_type",
-)  # fmt: skip
+# The config fields that do not change what a layer's states are, given the weights; `mixer_types` says it all of the layout.
+_FIELDS_WITHOUT_EFFECT = {
+    "mixer", "hybrid_ratio", "layer_pattern", "layer_types", "use_cache", "vocab_size", "tie_word_embeddings",
+    "pad_token_id", "bos_token_id", "eos_token_id", "attention_dropout", "initializer_range", "linear_a_log_min",
+    "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor", "mesa_lambda_init",
+}  # fmt: skip
+CACHE_FIELDS = tuple(name for name in AvgPathConfig.__annotations__ if name not in _FIELDS_WITHOUT_EFFECT)
 
 
 def cache_fields(config) -> dict[str, object]:
     """The fields of a config that a cache made for it depends on."""
     return {name: getattr(config, name) for name in CACHE_FIELDS}
+
+
+def check_count(tokens_to_remove: int) -> None:
+    """Raises unless this is what `crop` takes: zero, or minus a number of tokens."""
+    try:
+        operator.index(tokens_to_remove)
+    except TypeError:
+        raise TypeError(
+            f"crop takes minus the number of tokens to remove, an integer such as -2; got {tokens_to_remove!r}."
+        ) from None
+    if tokens_to_remove > 0:
+        raise ValueError(f"crop takes minus the number of tokens to remove, such as -2; got {tokens_to_remove}.")
 
 
 def snapshot_layer(layer):
@@ -390,7 +465,7 @@ def copy_layer(layer, memo: dict | None = None):
     twin = snapshot_layer(layer)
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):
-            setattr(twin, name, value.clone())
+            setattr(twin, name, fixed_buffer(value.clone()) if isinstance(layer, StaticLayer) else value.clone())
     return twin
 
 
@@ -409,7 +484,126 @@ def layer_tensors(layer) -> list[torch.Tensor]:
     return [*named_tensors(layer).values(), *recorded]
 
 
-class AvgPathCache(DynamicCache):
+def map_tensors(layer, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every tensor that any cache layer holds, recorded ones included, by `function` of it."""
+    if hasattr(layer, "states"):
+        layer.map_states(function)
+        return
+    for name, tensor in named_tensors(layer).items():
+        tensor = function(tensor)
+        setattr(layer, name, fixed_buffer(tensor) if isinstance(layer, StaticLayer) else tensor)
+        if isinstance(layer, StaticLayer):
+            layer.batch_size = len(tensor)
+
+
+class StateKeeper:
+    """What the caches of AvgPath models do beyond those of Transformers; a mixin over one of them."""
+
+    def activate_past_recording(self, depth: int | None = None) -> None:
+        """From now on keep what it takes to take back the last `depth` tokens with `crop`.
+
+        Softmax layers hold their past anyway; the others keep the inputs of the last tokens and the state before them.
+
+        Args:
+            depth: by default as many as before, or 128.
+        """
+        if depth is not None and depth < 1:
+            raise ValueError(f"depth, the number of tokens that can be taken back, must be at least 1; got {depth}.")
+        for layer in self.layers:
+            if hasattr(layer, "states"):
+                layer.activate_past_recording(depth)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, exactly: the cache is as if it had never read them.
+
+        Raises:
+            TypeError: no integer.
+            ValueError: a positive count, or more tokens than were read.
+            RuntimeError: more tokens than were recorded (see `activate_past_recording`). Nothing is changed in either case.
+        """
+        check_count(tokens_to_remove)
+        length = int(self.get_seq_length())
+        if -tokens_to_remove > length:
+            raise ValueError(f"Cannot remove {-tokens_to_remove} tokens from a cache of {length}.")
+        for layer in self.layers:
+            if hasattr(layer, "states"):
+                layer.check_crop(tokens_to_remove)
+        for index, layer in enumerate(self.layers):
+            enter_turn(self, index)
+            if not hasattr(layer, "states") and length + tokens_to_remove == 0:
+                layer.reset()  # a cache that has read nothing takes any number of rows
+            else:
+                layer.crop(tokens_to_remove)
+            leave_turn(self, index)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times in a row.
+
+        Raises:
+            ValueError: `repeats` is less than one.
+        """
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {repeats}.")
+        for layer in self.layers:
+            map_tensors(layer, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Row `i` becomes what row `indices[i]` was; a boolean mask `[B]` keeps the rows where it is True.
+
+        Raises:
+            ValueError: `indices` is not one-dimensional, or selects nothing.
+            IndexError: a row that there is not. Nothing is changed in either case.
+        """
+        indices = torch.as_tensor(indices)
+        rows = next((len(tensor) for layer in self.layers for tensor in layer_tensors(layer)), None)
+        if indices.dtype == torch.bool and rows is not None and tuple(indices.shape) == (rows,):
+            indices = indices.nonzero().squeeze(1)
+        if indices.ndim != 1 or not len(indices) or indices.dtype == torch.bool or indices.is_floating_point():
+            raise ValueError(
+                "The rows to keep must be given by a one-dimensional tensor of at least one integer, or by a mask with one "
+                f"entry for each of {rows} rows; got {indices.dtype} of shape {tuple(indices.shape)}."
+            )
+        # Elsewhere the look-up itself reports a bad row; reading it back here would stall the device.
+        if rows is not None and indices.device.type == "cpu" and not -rows <= indices.min() <= indices.max() < rows:
+            raise IndexError(f"The cache holds {rows} rows; the rows to keep are {indices.tolist()}.")
+        for layer in self.layers:
+            map_tensors(layer, lambda tensor: tensor[indices.to(tensor.device)])
+
+    def fork(self):
+        """An independent copy: what is done to one leaves the other as it is. Gradients flow through both."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo):
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.layers = [copy_layer(layer, memo) for layer in self.layers]
+        return twin
+
+    @property
+    def nbytes_per_layer(self) -> list[int]:
+        """Bytes of memory that the tensors of each layer keep occupied now."""
+        return [
+            sum({storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)}.values())
+            for tensors in map(layer_tensors, self.layers)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that all tensors keep occupied now."""
+        return sum(self.nbytes_per_layer)
+
+    def detach_(self):
+        """Cut all held tensors from the autograd graph, for truncated back-propagation through time; returns `self`."""
+        for layer in self.layers:
+            map_tensors(layer, torch.Tensor.detach)
+        return self
+
+
+class AvgPathCache(StateKeeper, DynamicCache):
     """Cache for a model of the given config; what `generate()` and forward passes with `use_cache` build by default.
 
     Softmax layers grow with the text; `sliding_softmax` and recurrent layers hold the same bytes after 10 tokens and after
@@ -432,21 +626,47 @@ class AvgPathCache(DynamicCache):
             raise TypeError(f"AvgPathCache needs the AvgPathConfig of its model, got {type(config).__name__}.")
         Cache.__init__(self, layers=[CACHE_LAYERS[layer_type]() for layer_type in config.layer_types])
         self.fields = cache_fields(config)
-        self.fingerprint: str | None = None  # of the model that a loaded cache was filled by, until it is checked
-        self._model: weakref.ref | None = None  # the model that filled it
+        self._forget_model()
+
+    def _forget_model(self) -> None:
+        self._fingerprint: str | None = None  # as loaded or once asked for
+        self._model: weakref.ref | None = None  # the model that fills the cache, and the versions of its weights
+        self._versions: list[tuple] = []
 
     def bind(self, model) -> None:
         """Remember the model that fills this cache.
 
         Raises:
-            ValueError: the cache was loaded from a file that another model wrote.
+            ValueError: another model has filled it, or this one before its weights changed hands.
         """
-        if self.fingerprint is not None and self.fingerprint != model_fingerprint(model):
+        if self._model is not None and self._model() is model:
+            return
+        if self.get_seq_length() == 0:
+            self._forget_model()
+        elif self.fingerprint is not None and self.fingerprint != model_fingerprint(model):
             raise ValueError(
-                "The saved cache was filled by a model with other weights or another dtype: its states mean nothing to this "
-                "one. Load it into the model that wrote it, or read the text again."
+                "The cache was filled by a model with other weights or another dtype: its states mean nothing to this "
+                "one. Use it with the model that filled it, or read the text again."
             )
-        self.fingerprint, self._model = None, weakref.ref(model)
+        self._model, self._versions = weakref.ref(model), weight_versions(model)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """That of the model that filled the cache, `None` for a cache that has read nothing.
+
+        Raises:
+            ValueError: that model is gone, or its weights have changed since.
+        """
+        if self._fingerprint is None and self._model is not None:
+            model = self._model()
+            if model is None or weight_versions(model) != self._versions:
+                raise ValueError(
+                    f"The model that filled this cache {'is gone' if model is None else 'has other weights by now'}, so "
+                    "nothing can tell any more to which weights the cache belongs: save it, pickle it or hand it to an "
+                    "equal model while the model that filled it is there and unchanged."
+                )
+            self._fingerprint = model_fingerprint(model)
+        return self._fingerprint
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Save the cache to `folder` (safetensors and JSON), with a fingerprint of the model that filled it.
@@ -457,7 +677,7 @@ class AvgPathCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             tensors |= {f"{index}.{name}": tensor for name, tensor in named_tensors(layer).items()}
             lengths.append(layer.get_seq_length())
-        facts = {"fields": self.fields, "lengths": lengths, "fingerprint": self._present_fingerprint()}
+        facts = {"fields": self.fields, "lengths": lengths, "fingerprint": self.fingerprint}
         write_cache(folder, tensors, facts)
 
     @classmethod
@@ -472,7 +692,7 @@ class AvgPathCache(DynamicCache):
         tensors, facts = read_cache(folder, device)
         layer_types = [parse_mixer_spec(spec).layer_type for spec in facts["fields"]["mixer_types"]]
         cache = cls(SimpleNamespace(**facts["fields"], layer_types=layer_types))
-        cache.fingerprint = facts["fingerprint"]
+        cache._fingerprint = facts["fingerprint"]
         for index, (layer, length) in enumerate(zip(cache.layers, facts["lengths"], strict=True)):
             states = {name.split(".", 1)[1]: state for name, state in tensors.items() if name.startswith(f"{index}.")}
             if hasattr(layer, "states"):
@@ -482,68 +702,20 @@ class AvgPathCache(DynamicCache):
                 layer.keys, layer.values = states["keys"], states["values"]
         return cache
 
-    def activate_past_recording(self, depth: int = RECORDED_TOKENS) -> None:
-        """From now on keep what it takes to take back the last `depth` tokens with `crop`.
-
-        Softmax layers hold their past anyway; the others keep the inputs of the last tokens and the state before them.
-        """
-        if depth < 1:
-            raise ValueError(f"depth, the number of tokens that can be taken back, must be at least 1; got {depth}.")
-        for layer in self.layers:
-            if hasattr(layer, "states"):
-                layer.activate_past_recording(depth)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, exactly: the cache is as if it had never read them.
-
-        Raises:
-            ValueError: a positive count, or more tokens than were read.
-            RuntimeError: more tokens than were recorded (see `activate_past_recording`). Nothing is changed then.
-        """
-        if -tokens_to_remove > self.get_seq_length():
-            raise ValueError(f"Cannot remove {-tokens_to_remove} tokens from a cache of {self.get_seq_length()}.")
-        for layer in self.layers:
-            if hasattr(layer, "states"):
-                layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-
-    def fork(self) -> "AvgPathCache":
-        """An independent copy: what is done to one leaves the other as it is. Gradients flow through both."""
-        return copy.deepcopy(self)
-
-    def __deepcopy__(self, memo) -> "AvgPathCache":
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.layers = [copy_layer(layer, memo) for layer in self.layers]
-        return twin
-
     def __getstate__(self) -> dict:
-        # A pickled cache cannot point at its model; it keeps the fingerprint, as a saved one does.
-        return {**self.__dict__, "_model": None, "fingerprint": self._present_fingerprint()}
+        # A pickled cache cannot point at its model; the fingerprint stays.
+        return {**self.__dict__, "_model": None, "_versions": [], "_fingerprint": self.fingerprint}
 
-    def _present_fingerprint(self) -> str | None:
-        """That of the model that filled this cache, or while none has been seen, what the cache was loaded with."""
-        model = self._model() if self._model is not None else None
-        return model_fingerprint(model) if model is not None else self.fingerprint
 
-    @property
-    def nbytes_per_layer(self) -> list[int]:
-        """Bytes of the tensors that each layer holds now."""
-        return [sum(tensor.nbytes for tensor in layer_tensors(layer)) for layer in self.layers]
+class AvgPathStaticCache(StateKeeper, StaticCache):
+    """What a `StaticCache` becomes when an AvgPath model takes it: rooms for keys, and states that are written in place."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors held now."""
-        return sum(self.nbytes_per_layer)
 
-    def detach_(self) -> "AvgPathCache":
-        """Cut all held tensors from the autograd graph, for truncated back-propagation through time; returns `self`."""
-        for layer in self.layers:
-            if hasattr(layer, "states"):
-                layer.map_states(torch.Tensor.detach)
-            elif layer.keys is not None:
-                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-        return self
+def record_at_least(cache: Cache, num_tokens: int) -> None:
+    """Let a cache that records its past keep what it takes to take back `num_tokens` tokens, if it keeps less."""
+    for layer in cache.layers:
+        if hasattr(layer, "states") and layer.record_past:
+            layer.activate_past_recording(max(num_tokens, layer.recorded_depth))
 
 
 def check_room(cache: Cache, num_tokens: int) -> None:
@@ -574,7 +746,7 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
     different = [
         f"{name} is {made_for[name]} there and {value} here"
         for name, value in fields.items()
-        if made_for[name] != value
+        if made_for.get(name, value) != value
     ]
     if different:
         raise ValueError(
@@ -590,6 +762,7 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
             f"The cache belongs to another model: it has {len(layers)} layers, this model {len(config.layer_types)}. Make "
             "one with AvgPathCache(config)."
         )
+    is_recording = any(getattr(layer, "record_past", False) for layer in layers)
     for index, (layer, layer_type) in enumerate(zip(layers, config.layer_types, strict=True)):
         held = [tensor for tensor in layer_tensors(layer) if tensor.numel()]
         expected = CACHE_LAYERS[layer_type]
@@ -612,7 +785,7 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
                     f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config).{prefix}"
                 )
             layers[index] = expected(**static)
-            if getattr(layer, "record_past", False):
+            if is_recording:
                 layers[index].activate_past_recording()
             held = []
         rows = {len(tensor) for tensor in held}
@@ -624,10 +797,33 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
     if lazy:
         cache.layer_class_to_replicate = None
     cache.layers, cache.fields = layers, fields
-    if type(cache) is DynamicCache and not cache.offloading:
-        # From here on it can do, and checks, what ours does: the object that its owner holds becomes one.
+    # From here on it can do, and checks, what ours does: the object that its owner holds becomes one.
+    if type(cache) is DynamicCache:
         cache.__class__ = AvgPathCache
-        cache.fingerprint, cache._model = None, None
+        cache._forget_model()
+    elif type(cache) is StaticCache:
+        cache.__class__ = AvgPathStaticCache
+
+
+def enter_turn(cache: Cache | None, index: int) -> None:
+    """The turn of layer `index` begins: an offloading cache has its entry on the device, and the next one on its way."""
+    if cache is None or not cache.offloading:
+        return
+    layer = cache.layers[index]
+    device = getattr(layer, "device", None)  # none before the first turn
+    if device is not None and device.type == "cuda":  # each stream waits for what the other has begun
+        stream = torch.cuda.default_stream(device)
+        stream.wait_stream(cache.prefetch_stream)
+        cache.prefetch_stream.wait_stream(stream)
+    layer.prefetch()
+    if not (cache.only_non_sliding and all(cache.is_sliding)):
+        cache.prefetch(index + 1, cache.only_non_sliding)
+
+
+def leave_turn(cache: Cache | None, index: int) -> None:
+    """The turn of layer `index` is over: an offloading cache moves its entry to host memory."""
+    if cache is not None and cache.offloading:
+        cache.offload(index, cache.only_non_sliding)
 
 
 __all__ = ["AvgPathCache"]

@@ -5,12 +5,14 @@ A layer's token mixer is written `memory` or `memory@readout`: what a layer reme
 lives here, free of torch, so that a config can be parsed and checked anywhere.
 """
 
+import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_imports
@@ -83,7 +85,11 @@ def parse_mixer_spec(spec: str) -> MixerSpec:
         raise TypeError(f"A mixer spec is a string like 'delta_net' or 'mesa_net@mean_field', got {spec!r}.")
     memory, at, readout = spec.partition("@")
     if memory not in MEMORIES:
-        raise ValueError(f"Unknown memory {memory!r} in mixer spec {spec!r}. Known memories: {', '.join(MEMORIES)}.")
+        near = difflib.get_close_matches(memory, MEMORIES, n=1)
+        raise ValueError(
+            f"Unknown memory {memory!r} in mixer spec {spec!r}{f': did you mean {near[0]!r}?' if near else '.'} Known "
+            f"memories: {', '.join(MEMORIES)}; a newer version of AvgPath may have others."
+        )
     allowed = MEMORIES[memory]
     if not at:
         return MixerSpec(memory, allowed[0] if allowed else None)
@@ -147,6 +153,35 @@ def _is_carried(entry: str | list[str | None], folder: str | os.PathLike) -> boo
     return all(file not in own and os.path.isfile(os.path.join(folder, file)) for file in files)
 
 
+class ConfigTypeError(StrictDataclassFieldValidationError, TypeError):
+    """A field of a config has a value of another type: `@strict`'s error, in one line."""
+
+    def __init__(self, message: str):
+        Exception.__init__(self, message)
+
+
+def name_types(config_class: type) -> type:
+    """Decorator on top of `@strict`: a value of a wrong type raises `ConfigTypeError`, which says what to give instead."""
+    checked_setattr, expected = config_class.__setattr__, config_class.__annotations__
+    hint = " Write a list of specs, like ['delta_net', 'softmax']; one for all recurrent layers goes into mixer."
+
+    def __setattr__(self, name, value):
+        try:
+            checked_setattr(self, name, value)
+        except StrictDataclassFieldValidationError as error:
+            if name not in expected or isinstance(error, ConfigTypeError):
+                raise
+            kind = expected[name].__name__ if isinstance(expected[name], type) else expected[name]
+            raise ConfigTypeError(
+                f"{name} must be {kind}, got {value!r} ({type(value).__name__})."
+                f"{hint if name in ('layer_pattern', 'mixer_types') else ''}"
+            ) from None
+
+    config_class.__setattr__ = __setattr__
+    return config_class
+
+
+@name_types
 @strict
 class AvgPathConfig(PreTrainedConfig):
     r"""
@@ -231,6 +266,7 @@ class AvgPathConfig(PreTrainedConfig):
         ttt_conv_kernel_dim (`int`, *optional*): Kernel (tokens) of a short convolution on TTT's q, k and v; default none.
 
     Raises:
+        TypeError: a field has a value of another type than the one declared below.
         ValueError: unknown mixers or readouts, malformed ratios, heads that do not divide, a missing `sliding_window`, a
             list of the wrong length, sizes out of range. The message names the value and what is allowed.
 
@@ -346,22 +382,22 @@ class AvgPathConfig(PreTrainedConfig):
 
         Raises:
             FileNotFoundError: run as the remote code of a local checkpoint, some of whose code files are missing.
-            ValueError: a layer's mixer is none that this version knows.
+            ValueError: a field is wrong, or has a value, such as a mixer, that this version does not know.
         """
         name = str(kwargs.get("name_or_path") or config_dict.get("_name_or_path") or "")
         if os.path.isdir(name) and AUTO_MAP["AutoModel"] in (config_dict.get("auto_map") or {}).values():
             cls._check_code(name)
-        for spec in config_dict.get("mixer_types") or ():
-            try:
-                parse_mixer_spec(spec)
-            except ValueError as error:
-                raise ValueError(
-                    f"{os.path.join(name, 'config.json') if name else 'The configuration'} asks for a mixer that this "
-                    f"version of AvgPath ({__file__}) does not have. {error} If a newer version wrote the checkpoint, "
-                    "upgrade the avgpath package; or, if newer code lies beside config.json, load it with "
-                    "trust_remote_code=True in a process that does not import modeling_avgpath."
-                ) from None
-        return super().from_dict(config_dict, **kwargs)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            source = os.path.join(name, "config.json") if name else "The configuration"
+            given = ", ".join(sorted(kwargs.keys() & cls.__dataclass_fields__.keys()))
+            raise ValueError(
+                f"{source}{f', with the given {given},' if given else ''} is nothing that this version of AvgPath "
+                f"({__file__}) can read. {error} Correct the value. If a newer version wrote the checkpoint, upgrade the "
+                "avgpath package; or, if newer code lies beside config.json, load it with trust_remote_code=True in a "
+                "process that does not import modeling_avgpath."
+            ) from error
 
     @staticmethod
     def _check_code(folder: str) -> None:
@@ -388,8 +424,13 @@ class AvgPathConfig(PreTrainedConfig):
         if not self.auto_map:
             del self.auto_map
         super().save_pretrained(save_directory)
-        for name, content in code.items():
-            Path(save_directory, name).write_bytes(content)
+        folders = [Path(save_directory).resolve()]
+        if folders[0].name.startswith("checkpoint-"):
+            # A Trainer that pushes on its way sends the folder above, into which it copies config.json but no code.
+            folders.append(folders[0].parent)
+        for folder in folders:
+            for name, content in code.items():
+                Path(folder, name).write_bytes(content)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 

@@ -8,7 +8,10 @@ Notable:
 - a cache is per-layer: each mixer gets its own cache layer, so no mixer knows of its neighbours.
 """
 
+import contextlib
 import functools
+import json
+import os
 from pathlib import Path
 
 import torch
@@ -28,14 +31,23 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.quantization_config import QuantizationMethod
 
 from .alignment import Alignment, align_documents, align_padding, document_positions, find_document_starts
 from .attention import SlidingSoftmaxAttention, SoftmaxAttention
-from .cache_avgpath import AvgPathCache, adopt_cache, check_room, snapshot_layer
+from .cache_avgpath import (
+    AvgPathCache,
+    adopt_cache,
+    check_room,
+    enter_turn,
+    leave_turn,
+    record_at_least,
+    snapshot_layer,
+)
 from .configuration_avgpath import AvgPathConfig
 from .memory_delta import DeltaNetMixer, GatedDeltaNetMixer
 from .memory_identity import IdentityMixer
@@ -142,16 +154,43 @@ def softmax_mask(config: AvgPathConfig, inputs_embeds, attention_mask, cache: Ca
     )
 
 
-def damaged_files(folder) -> list[str]:
-    """The files in `folder` that end in .safetensors and are no whole safetensors files."""
-    damaged = []
-    for file in sorted(Path(folder).glob("*.safetensors")):
+def faulty_files(folder: str | os.PathLike) -> dict[str, list[str]]:
+    """The files of a checkpoint's folder that are `"damaged"`, no whole safetensors or index, and the `"missing"` shards."""
+    faults = {"damaged": [], "missing": []}
+    for file in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob(SAFE_WEIGHTS_INDEX_NAME)]):
         try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError:
-            damaged.append(file.name)
-    return damaged
+            if file.name == SAFE_WEIGHTS_INDEX_NAME:
+                shards = sorted(set(json.loads(file.read_bytes())["weight_map"].values()))
+                faults["missing"] = [shard for shard in shards if not file.with_name(shard).exists()]
+            else:
+                with safe_open(file, framework="pt"):
+                    pass
+        except (SafetensorError, ValueError, LookupError, TypeError, AttributeError):
+            faults["damaged"].append(file.name)
+    return faults
+
+
+@contextlib.contextmanager
+def explain_faults(checkpoint: str | os.PathLike | None):
+    """Turns an error of reading a checkpoint into one that names the files at fault, if files are.
+
+    Raises:
+        ValueError: a file of the checkpoint is damaged.
+        FileNotFoundError: a shard is missing.
+    """
+    try:
+        yield
+    except (SafetensorError, json.JSONDecodeError, LookupError, TypeError, AttributeError, OSError) as error:
+        faults = {} if checkpoint is None else faulty_files(checkpoint)
+        if isinstance(error, SafetensorError) and not any(faults.values()):
+            faults = {"damaged": ["a weights file"]}
+        for kind, files in faults.items():
+            if files:
+                raise (ValueError if kind == "damaged" else FileNotFoundError)(
+                    f"{', '.join(files)} of the checkpoint {checkpoint} is {kind} ({error}): it may not have been copied "
+                    "whole. Fetch it anew from where the checkpoint came from."
+                ) from error
+        raise
 
 
 @auto_docstring
@@ -188,19 +227,70 @@ class AvgPathPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """`PreTrainedModel.from_pretrained`, which names a damaged weights file of a folder.
+        """`PreTrainedModel.from_pretrained`, which names the files and the sizes that are at fault.
 
         Raises:
-            ValueError: a weights file is no whole safetensors file.
+            ValueError: a file of the checkpoint is damaged.
+            FileNotFoundError: a shard of the weights is missing.
+            RuntimeError: sizes of weights and config disagree, without `ignore_mismatched_sizes`.
         """
-        try:
+        with explain_faults(pretrained_model_name_or_path):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        except SafetensorError as error:
-            damaged = ", ".join(damaged_files(pretrained_model_name_or_path)) or "a weights file"
-            raise ValueError(
-                f"{damaged} of the checkpoint {pretrained_model_name_or_path} is damaged ({error}): it may have been cut "
-                "short while it was copied. Fetch it anew from where the checkpoint came from."
-            ) from error
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        mismatched = sorted(loading_info.mismatched_keys)
+        if mismatched and not load_config.ignore_mismatched_sizes:
+            sizes = "; ".join(f"{name} is {tuple(had)} instead of {tuple(want)}" for name, had, want in mismatched[:4])
+            more = f"; and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
+            raise RuntimeError(
+                f"The weights of {load_config.pretrained_model_name_or_path} have other sizes than the config asks for: "
+                f"{sizes}{more}. Correct config.json, or what from_pretrained was given on top of it; or pass "
+                "ignore_mismatched_sizes=True, and these weights are initialised anew."
+            )
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """`PreTrainedModel.save_pretrained`, of weights in torchao's int8 too, loaded ones included.
+
+        Raises:
+            ValueError: the weights were quantized otherwise than by a `quantization_config`. Nothing is written then.
+        """
+        quantizer = getattr(self, "hf_quantizer", None)
+        if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.TORCHAO:
+            # It takes its weights apart by itself; what put them together on loading has no inverse in Transformers.
+            kwargs.setdefault("save_original_format", False)
+        elif quantizer is None and kwargs.get("state_dict") is None and not self._hf_peft_config_loaded:
+            for name, parameter in self.named_parameters():
+                if type(parameter.data).__module__.startswith("torchao."):
+                    raise ValueError(
+                        f"{name} is torchao's {type(parameter.data).__name__}, which save_pretrained can only write for "
+                        "models quantized as they are loaded: save the plain model, and load it by from_pretrained(..., "
+                        "quantization_config=TorchAoConfig(...))."
+                    )
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """`PreTrainedModel.resize_token_embeddings`.
+
+        Raises:
+            ValueError: a special token would fall out of the vocabulary. Nothing is changed then.
+        """
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        size += -size % (pad_to_multiple_of or 1)
+        if size < self.config.vocab_size:
+            for owner in ("config", "generation_config"):
+                for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+                    value = getattr(getattr(self, owner, None), name, None)
+                    ids = value if isinstance(value, list) else [value]
+                    if any(token is not None and token >= size for token in ids):
+                        raise ValueError(
+                            f"{owner}.{name} is {value}, beyond the last of {size} tokens, {size - 1}: set "
+                            f"model.{owner}.{name} to a token that stays, or to None, before the vocabulary shrinks."
+                        )
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -292,7 +382,8 @@ class AvgPathModel(AvgPathPreTrainedModel):
             alignment = align_padding(is_real) if is_real is not None else None
         if use_cache and cache is None:
             cache = AvgPathCache(self.config)
-            cache.bind(self)
+            if not is_compiling:
+                cache.bind(self)
 
         if position_ids is None:
             position_ids = self._count_positions(attention_mask, past_length, length, inputs_embeds.device)
@@ -305,6 +396,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
         for index, layer in enumerate(self.layers):
             replays = layer.gradient_checkpointing and self.training and torch.is_grad_enabled()
             advanced = [] if replays and cache is not None else None
+            enter_turn(cache, index)
             hidden_states = layer(
                 hidden_states,
                 attention_mask=causal_mask,
@@ -316,6 +408,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
             )
             if advanced:
                 cache.layers[index] = advanced[0]
+            leave_turn(cache, index)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _check_inputs(self, input_ids, inputs_embeds, cache) -> None:
@@ -355,6 +448,8 @@ class AvgPathModel(AvgPathPreTrainedModel):
                 )
             padding = None
         if padding is None:
+            return mask, None
+        if torch.compiler.is_compiling() and length == 1:  # a token that was just generated is no padding
             return mask, None
         # A mask prepared per layer type covers the present tokens only.
         expected = (batch_size, length if isinstance(attention_mask, dict) else int(past_length) + length)
@@ -477,14 +572,32 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             "no place for recurrent states: pad the prompts on the left and call generate() on the batch."
         )
 
-    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+    def _get_candidate_generator(self, generation_config, input_ids, *args, model_kwargs, **kwargs):
         if generation_config.assistant_early_exit is not None:
             raise ValueError(
                 f"assistant_early_exit={generation_config.assistant_early_exit} drafts by lowering num_hidden_layers of the "
                 "model's config for a while, which here also says what each layer mixes by: give a draft as "
                 "assistant_model, or prompt_lookup_num_tokens."
             )
-        return super()._get_candidate_generator(generation_config, *args, **kwargs)
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and positions.shape[-1] > input_ids.shape[1]:
+            raise ValueError(
+                f"Assisted decoding and prompt lookup look at the text that the cache has read, too: of {positions.shape[-1]} "
+                f"tokens input_ids has {input_ids.shape[1]}. Give all of them."
+            )
+        generator = super()._get_candidate_generator(
+            generation_config, input_ids, *args, model_kwargs=model_kwargs, **kwargs
+        )
+        draft = generator.get_candidates
+
+        @functools.wraps(draft)
+        def get_candidates(input_ids, **kwargs):
+            candidates, logits = draft(input_ids, **kwargs)
+            record_at_least(model_kwargs["cache"], candidates.shape[1] - input_ids.shape[1])
+            return candidates, logits
+
+        generator.get_candidates = get_candidates
+        return generator
 
     @property
     def _has_virtual_tokens(self) -> bool:
@@ -493,8 +606,23 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         return getattr(getattr(caller, "active_peft_config", None), "is_prompt_learning", False)
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate() reads the signature
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, cache=None, attention_mask=None, inputs_embeds=None, **kwargs
+    ):
+        if kwargs.get("is_first_iteration") and next_sequence_length is None and cache is not None:
+            given = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+            positions = kwargs.get("position_ids")
+            if positions is not None and positions.shape[-1] == given and not positions[..., 0].any():
+                # The text from its start, as assisted decoding gives it, whatever the cache has read of it.
+                next_sequence_length = given - int(cache.get_seq_length())
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
         if self._has_virtual_tokens and "cache" in inputs:
             # PEFT looks for the cache under its former name; not finding it, it would put the virtual tokens before every
             # new token.
@@ -513,14 +641,18 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
                 "use LoRA."
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
-        cache = model_kwargs.get("cache")
-        if isinstance(cache, StaticCache):
+        cache, positions = model_kwargs.get("cache"), model_kwargs.get("position_ids")
+        if type(cache) in (DynamicCache, StaticCache):
             adopt_cache(cache, self.config, batch_size=None)
-        # A cache that Transformers has just made holds nothing yet; ours also counts tokens where no layer attends.
-        if type(cache) is DynamicCache and not cache.offloading and not getattr(cache, "_is_user_defined", False):
-            model_kwargs["cache"] = AvgPathCache(self.config)
-            if generation_config.is_assistant:
-                model_kwargs["cache"].activate_past_recording()
+        past_length = int(cache.get_seq_length()) if cache is not None else 0
+        if past_length and positions is not None and positions.shape[-1] <= past_length:
+            raise ValueError(
+                f"The cache has read {past_length} tokens and the text given has {positions.shape[-1]}: it must begin with "
+                "those and go on beyond them. Add tokens; or let the cache forget its last ones, by cache.crop after "
+                "cache.activate_past_recording."
+            )
+        if generation_config.is_assistant and cache is not None:
+            record_at_least(cache, generation_config.max_new_tokens or 0)  # all of a draft may be taken back
 
 
 # The mixins of the heads below build their base model through AutoModel, which remote code cannot reach: each builds it

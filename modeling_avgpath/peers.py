@@ -24,7 +24,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from .configuration_avgpath import AvgPathConfig
-from .modeling_avgpath import AvgPathForCausalLM
+from .modeling_avgpath import AvgPathForCausalLM, explain_faults
 
 Shape = tuple[int, ...]
 
@@ -173,7 +173,11 @@ class FlaPeer(Peer):
 
     def __init__(self, options):
         given = options if isinstance(options, Mapping) else options.to_dict()
-        super().__init__(SimpleNamespace(**{**FLA_DEFAULTS, **self.defaults, **given}))
+        defaults = {**FLA_DEFAULTS, **self.defaults}
+        super().__init__(SimpleNamespace(**{**defaults, **given}))
+        for name, default in defaults.items():
+            if isinstance(default, int | float) and isinstance(given.get(name), str | list | dict):
+                raise self.refuse(name, f"{type(default).__name__}, like {default}")
         specs = self.options.attn or []
         self.attention = {
             layer: spec for spec in ([specs] if isinstance(specs, Mapping) else specs) for layer in spec["layers"]
@@ -543,6 +547,27 @@ def weights_of_model(model: PreTrainedModel) -> PeerWeights:
     return PeerWeights({name: tuple(tensor.shape) for name, tensor in state.items()}, state.__getitem__)
 
 
+def config_of_checkpoint(checkpoint: str) -> dict:
+    """The contents of the config.json of a folder or Hub repository.
+
+    Raises:
+        ValueError: it is no whole JSON file.
+        OSError: it, or the checkpoint, is not there.
+    """
+    path = cached_file(checkpoint, CONFIG_NAME)
+    if path is None:
+        raise FileNotFoundError(
+            f"{checkpoint} has no {CONFIG_NAME}, which says what its weights are: copy it from where they came from."
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"The {CONFIG_NAME} of {checkpoint} is damaged ({error}): fetch it anew from where it came from."
+        ) from error
+
+
 def weights_of_checkpoint(checkpoint: str) -> PeerWeights:
     """The weights of a folder or Hub repository, in one safetensors file or several.
 
@@ -623,9 +648,9 @@ def from_peer(
 
     Raises:
         TypeError: `source` is neither a model nor a path.
-        ValueError: an architecture or option without a counterpart, a quantized checkpoint, or weights that do not fit the
-            config (missing, unexpected and mis-shaped ones are listed). Nothing is built then.
-        OSError: there is no such checkpoint.
+        ValueError: an architecture or option without a counterpart, a quantized checkpoint, a damaged file, or weights that
+            do not fit the config (missing, unexpected and mis-shaped ones are listed). Nothing is built then.
+        OSError: there is no such checkpoint, or a file of it is missing.
     """
     if isinstance(source, PreTrainedModel):
         config, generation_config = source.config, copy.deepcopy(getattr(source, "generation_config", None))
@@ -633,10 +658,10 @@ def from_peer(
         weights = weights_of_model(source)
     elif isinstance(source, str | os.PathLike):
         source = os.fspath(source)
-        with open(cached_file(source, CONFIG_NAME), encoding="utf-8") as file:
-            config = json.load(file)
+        config = config_of_checkpoint(source)
         key_map = peer_key_map(config)
-        weights = weights_of_checkpoint(source)
+        with explain_faults(source):
+            weights = weights_of_checkpoint(source)
         try:
             generation_config = GenerationConfig.from_pretrained(source)
         except OSError:  # it is optional

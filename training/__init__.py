@@ -3,3 +3,9 @@
 
 Imports point one way: the scripts use the helpers of this folder, and both use ``modeling_avgpath``.
 """
+
+import logging
+
+# Transformers imports torchao where it is installed, which then logs what it does without, whether or not it is used.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,10 +1,12 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
 """Model cards: `hub_card.md` filled from a model, what it was trained on, and what was measured."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -115,12 +117,17 @@ def layer_diagram(config: AvgPathConfig, caches: Sequence[LayerCache]) -> str:
     return "\n".join(lines)
 
 
+def name_source(path: str) -> str:
+    """What a card calls the training data at a recipe's `path`: its last part, for nobody needs the folders before."""
+    return "State of the Union" if path == "sotu" else Path(path).expanduser().resolve().name or "local files"
+
+
 def held_out_results(source: str, names: Mapping[str, str], values: Mapping[str, float]) -> list[EvalResult]:
     """What was measured on the part of `source` that was held out; `names` is metric -> its name on the card."""
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=re.sub(r"[^a-z0-9]+", "-", source.lower()).strip("-"),
+            dataset_type=re.sub(r"[^a-z0-9]+", "-", source.lower()).strip("-") or "local",
             dataset_name=f"{source}, held out",
             metric_type=metric,
             metric_name=name,
@@ -130,45 +137,13 @@ def held_out_results(source: str, names: Mapping[str, str], values: Mapping[str,
     ]
 
 
-def build_card(
-    model: PreTrainedModel,
-    *,
-    load_from: str,
-    data: str,
-    training: Mapping[str, str],
-    results: Sequence[EvalResult] = (),
-    limits: str,
-    prompt: str = "The",
-    license: str = "apache-2.0",
-    language: str | list[str] | None = None,
-    base_model: str | None = None,
-    datasets: str | list[str] | None = None,
-    tags: Sequence[str] = (),
-) -> ModelCard:
-    """Fill `hub_card.md`.
-
-    Args:
-        model: an AvgPath causal language model, weights as saved.
-        load_from: the Hub repository it goes to, or else its folder; the last part is the card's title.
-        data: what it was trained on, in Markdown.
-        training: facts of the training, name -> value, the rows of a table.
-        results: what was measured; goes into the metadata's model-index too.
-        limits: what not to use it for, in Markdown.
-        prompt: the beginning of a text that suits the model.
-        license, language, base_model, datasets, tags: the Hub's metadata; ids of models and datasets on the Hub only.
-
-    Raises:
-        TypeError: `model` is no AvgPath model.
-    """
+def describe_shape(model: PreTrainedModel) -> dict[str, Any]:
+    """What `hub_card.md` shows of the layers of an AvgPath model and their caches."""
     config = model.config
-    if config.model_type != "avgpath":
-        raise TypeError(f"The card describes AvgPath models, and this is a {config.model_type} model.")
-    name = load_from.rstrip("/").rsplit("/", 1)[-1]
     caches = measure_cache(model)
     specs = config.mixer_specs
     recurrent = sum(spec.is_recurrent for spec in specs)
     divisor = math.gcd(recurrent, len(specs) - recurrent) or 1
-    parameters = count_parameters(model)
     rows = []
     for label, tokens in CACHE_TOKENS.items():
         here, softmax = (
@@ -183,37 +158,95 @@ def build_card(
             }
         )
     growing = sum(cache.per_token > 0 for cache in caches)
-    metadata = ModelCardData(
-        model_name=name,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        license=license,
-        language=language,
-        base_model=base_model,
-        datasets=datasets,
-        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
-        tags=["avgpath", *sorted({spec.memory for spec in specs}), *tags],
-        eval_results=list(results) or None,
-    )
-    return ModelCard.from_template(
-        metadata,
-        template_path=str(TEMPLATE),
-        title=name,
-        summary=f"A causal language model of {parameters:,} parameters whose layers mix tokens in different ways "
-        f"({describe_layers(config.mixer_types)}), made with the package `avgpath` for Hugging Face Transformers.",
-        diagram=layer_diagram(config, caches),
-        layers_text=f"{len(specs)} layers of width {config.hidden_size}, {recurrent} of them recurrent "
+    return {
+        "diagram": layer_diagram(config, caches),
+        "layers_text": f"{len(specs)} layers of width {config.hidden_size}, {recurrent} of them recurrent "
         f"({recurrent // divisor}:{(len(specs) - recurrent) // divisor}).",
-        dtype=str(model.dtype).removeprefix("torch."),
-        cache_rows=rows,
-        cache_text=f"{growing} of {len(caches)} layers grow with the text, by "
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "cache_rows": rows,
+        "cache_text": f"{growing} of {len(caches)} layers grow with the text, by "
         f"{format_bytes(sum(cache.per_token for cache in caches))} a token together; the others hold "
         f"{format_bytes(sum(cache.constant for cache in caches))} after the first token and after a million."
         if 0 < growing < len(caches)
         else f"All {len(caches)} layers grow with the text."
         if growing
         else "No layer grows with the text.",
-        load_from=load_from,
+    }
+
+
+def build_card(
+    model: PreTrainedModel | torch.nn.Module,
+    *,
+    load_from: str,
+    data: str,
+    training: Mapping[str, str],
+    results: Sequence[EvalResult] = (),
+    limits: str,
+    prompt: str = "The",
+    is_chat: bool = False,
+    adapter_of: str | None = None,
+    license: str | None = None,
+    language: str | list[str] | None = None,
+    base_model: str | None = None,
+    datasets: str | list[str] | None = None,
+    tags: Sequence[str] = (),
+) -> ModelCard:
+    """Fill `hub_card.md`.
+
+    Args:
+        model: an AvgPath causal language model, weights as saved; or any model with the adapter that the card is about.
+        load_from: the Hub repository it goes to, or else its folder; the last part is the card's title.
+        data: what it was trained on, in Markdown.
+        training: facts of the training, name -> value, the rows of a table.
+        results: what was measured; goes into the metadata's model-index too.
+        limits: what not to use it for, in Markdown.
+        prompt: the beginning of a text that suits the model, or what a user might say to it.
+        is_chat: whether the tokenizer's chat template writes its prompts.
+        adapter_of: the model that an adapter belongs to, as `from_pretrained` takes it; `None` for a whole model.
+        license: of the weights, by its identifier on the Hub; `None` states none.
+        language, base_model, datasets, tags: the Hub's metadata; ids of models and datasets on the Hub only.
+
+    Raises:
+        TypeError: `model` is no AvgPath model, and no adapter.
+    """
+    config = model.config
+    if adapter_of is None and config.model_type != "avgpath":
+        raise TypeError(f"The card describes AvgPath models, and this is a {config.model_type} model.")
+    name = load_from.rstrip("/").rsplit("/", 1)[-1]
+    memories = [spec.memory for spec in config.mixer_specs] if config.model_type == "avgpath" else []
+    if adapter_of is None:
+        shape = describe_shape(model)
+        summary = (
+            f"A causal language model of {count_parameters(model):,} parameters whose layers mix tokens in different ways "
+            f"({describe_layers(config.mixer_types)}), made with the package `avgpath` for Hugging Face Transformers."
+        )
+    else:
+        shape = {}
+        summary = (
+            f"A LoRA adapter of {count_parameters(model, trained_only=True):,} parameters for the {config.model_type} "
+            f"model `{adapter_of}`, made with the package `avgpath` and PEFT."
+        )
+    metadata = ModelCardData(
+        model_name=name,
+        library_name="transformers" if adapter_of is None else "peft",
+        pipeline_tag="text-generation",
+        license=license,
+        language=language,
+        base_model=base_model,
+        datasets=datasets,
+        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
+        tags=["avgpath", *sorted(set(memories)), *([] if adapter_of is None else ["lora"]), *tags],
+        eval_results=list(results) or None,
+    )
+    return ModelCard.from_template(
+        metadata,
+        template_path=str(TEMPLATE),
+        title=name,
+        summary=summary,
+        **shape,
+        load_from=json.dumps(load_from, ensure_ascii=False),
+        adapter_of=adapter_of and json.dumps(adapter_of, ensure_ascii=False),
+        is_chat=is_chat,
         prompt=repr(prompt),
         transformers_version=TRANSFORMERS_VERSION,
         data=data,
@@ -222,5 +255,5 @@ def build_card(
         limits=limits,
         license=license,
         version=modeling_avgpath.__version__,
-        papers=list(dict.fromkeys(PAPERS[spec.memory] for spec in specs)),
+        papers=list(dict.fromkeys(PAPERS[memory] for memory in memories)),
     )

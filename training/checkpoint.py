@@ -5,9 +5,11 @@ import json
 import os
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training.recipe import FinetuneRecipe, Recipe, SetupError, recipe_to_yaml
@@ -71,6 +73,34 @@ def save_checkpoint(
     (temporary / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     os.rename(temporary, folder)
     return folder
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What a checkpoint of Transformers' `Trainer` lacks to go on from, such as ``no scheduler.pt``; `None` if it is whole.
+
+    Files are opened and not read through: a file cut short shows, a changed byte in the midst does not.
+    """
+    for pattern in ("*model[._]*", "optimizer*", "scheduler.pt", "rng_state*", "trainer_state.json"):
+        if not any(checkpoint.glob(pattern)):
+            return f"no {pattern}"
+    for file in sorted(checkpoint.iterdir()):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt"):
+                    pass
+            elif file.suffix in (".pt", ".pth", ".bin"):
+                zipfile.ZipFile(file).close()
+            elif file.suffix == ".json":
+                content = json.loads(file.read_text(encoding="utf-8"))
+                if file.name.endswith(".index.json"):
+                    lost = sorted(
+                        name for name in set(content["weight_map"].values()) if not (checkpoint / name).exists()
+                    )
+                    if lost:
+                        return f"no {lost[0]}"
+        except (OSError, ValueError, zipfile.BadZipFile, SafetensorError):
+            return f"{file.name} cannot be read"
+    return None
 
 
 def prune_checkpoints(folder: Path, keep_last: int) -> None:

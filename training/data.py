@@ -76,9 +76,9 @@ def _sotu_documents() -> list[Document]:
 
 
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file; raises `SetupError`."""
+    """The text of a UTF-8 file, without a byte order mark; raises `SetupError`."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise SetupError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
@@ -95,6 +95,8 @@ def read_jsonl(file: Path) -> Iterable[tuple[str, dict]]:
             raise SetupError(f"{place}: not valid JSON ({error})") from None
         if not isinstance(record, dict):
             raise SetupError(f"{place}: expected a JSON object, not {type(record).__name__}")
+        if match := re.search("[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
+            raise SetupError(f"{place}: \\u{ord(match.group()):04x} is half of a surrogate pair, which is no character")
         yield place, record
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 if __package__ in (None, ""):  # started as a file: Python put this folder on the path, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import training  # noqa: F401  (before the libraries, which it keeps quiet while they are imported)
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,7 +34,7 @@ from transformers import (
 from modeling_avgpath import AvgPathForCausalLM  # also registers model_type avgpath
 from modeling_avgpath.cache_files import stored_tensors
 from training.data import Document, load_documents, split_documents
-from training.modeling import count_parameters
+from training.modeling import count_parameters, load_causal_lm
 from training.perplexity import DocumentScores, count_bytes, score_carried, score_windows, summarise
 from training.probes import (
     MeasurementError,
@@ -107,9 +107,7 @@ def load_model(recipe: EvaluationRecipe, quantized: bool, device: torch.device) 
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
         options = {"quantization_config": quantization_config(model, config)} if quantized else {}
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=model.dtype, trust_remote_code=model.trust_remote_code, **options
-        )
+        loaded = load_causal_lm(source, dtype=model.dtype, trust_remote_code=model.trust_remote_code, **options)
     except SetupError:
         raise
     except (OSError, ValueError) as error:
@@ -288,7 +286,7 @@ def model_nbytes(model: PreTrainedModel) -> int:
 def evaluate(recipe: EvaluationRecipe) -> dict:
     """Carry out `recipe`; returns what ``evaluation.json`` holds."""
     started = time.perf_counter()
-    state = PartialState()
+    state = PartialState(cpu=not torch.accelerator.is_available())  # else it would not see processes on CPUs
     folder = check_output(recipe)
     quantized = recipe.model.quantization is not None
     run = Evaluation(recipe, state, load_tokenizer(recipe))

@@ -78,6 +78,9 @@ def _require_answer(turns: list[dict[str, str]], field: str, place: str) -> None
     roles = list(dict.fromkeys(turn["role"] for turn in turns))
     if "assistant" not in roles:
         raise SetupError(f"{place}: '{field}' has no assistant turn to learn from; its roles are {', '.join(roles)}")
+    for number, turn in enumerate(turns, start=1):
+        if turn["role"] == "assistant" and not turn["content"].strip():
+            raise SetupError(f"{place}: turn {number} of '{field}' is an empty answer, so there is nothing to learn")
 
 
 def read_example(record: dict, place: str, text_field: str) -> dict[str, Any]:

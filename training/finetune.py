@@ -5,18 +5,25 @@ The default recipe teaches the model of `pretrain.py` to answer how a president 
 Started plainly (`python training/finetune.py`) or by `accelerate launch`.
 """
 
+import copy
 import dataclasses
+import functools
+import hashlib
+import itertools
 import json
 import math
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: Python put this folder on the path, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import training  # noqa: F401  (before the libraries, which it keeps quiet while they are imported)
 
 import numpy as np
 import torch
@@ -34,13 +41,20 @@ from transformers import (
     PrinterCallback,
     TrainerCallback,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
 
 import modeling_avgpath  # noqa: F401  (registers model_type avgpath)
-from training.card import build_card, held_out_results
-from training.checkpoint import Interruption, earlier_files, open_run_folder, save_checkpoint
+from training.card import build_card, held_out_results, name_source
+from training.checkpoint import (
+    STATE_FILE,
+    Interruption,
+    earlier_files,
+    find_damage,
+    open_run_folder,
+    save_checkpoint,
+)
 from training.data import IGNORE
 from training.examples import (
     DEFAULT_CHAT_TEMPLATE,
@@ -51,10 +65,12 @@ from training.examples import (
     split_examples,
 )
 from training.machine import choose_precision, keep_freed_memory, split_batch
-from training.modeling import count_parameters
+from training.modeling import count_parameters, load_causal_lm
 from training.optimization import build_optimizer, build_schedule
+from training.probes import position_limit
+from training.publish import open_repository, upload_model
 from training.recipe import FinetuneRecipe, LoraRecipe, SetupError, load_recipe, nearest, recipe_fields
-from training.script import Interrupted, parse_recipe, run_script
+from training.script import Interrupted, parse_recipe, run_script, warn
 from training.tracking import MetricsLog, Progress, cut_metrics, plot_losses, read_metrics
 
 EXAMPLES = """  python training/finetune.py
@@ -67,7 +83,14 @@ EXAMPLES = """  python training/finetune.py
 
 # Fields that a run which goes on may change: none of them alters the steps that it has taken.
 FREE_ON_RESUME = ("output_dir", "overwrite", "resume", "validation.", "checkpoint.", "sample.", "lora.merge")
-FREE_ON_RESUME += ("train.steps", "train.epochs", "train.log_every", "train.activation_checkpointing")
+FREE_ON_RESUME += (
+    "hub_",
+    "license",
+    "train.steps",
+    "train.epochs",
+    "train.log_every",
+    "train.activation_checkpointing",
+)
 
 
 def load_base(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -88,16 +111,15 @@ def load_base(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
     source = str(folder) if folder.is_dir() else path
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        model = load_causal_lm(source, dtype=torch.float32)
+    except SetupError:
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         if not folder.is_dir():
             hint = "; python training/pretrain.py makes it" if path == FinetuneRecipe().model.path else ""
             reason = f"no such model folder (seen from {Path.cwd()}) nor Hub model{hint} ({reason})"
         raise SetupError(f"model.path={path}: {reason}") from None
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise SetupError(f"model.path={path} has no weights for {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -130,12 +152,18 @@ def lora_config(recipe: LoraRecipe, model: PreTrainedModel) -> LoraConfig | None
         head = model.get_output_embeddings()
         modules = {name: module for name, module in model.named_modules() if name and module is not head}
         linear = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
+        raw = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()} - {"weight", "bias"}
         for target in targets:
             found = [module for name, module in modules.items() if f".{name}".endswith(f".{target}")]
             others = {type(module).__name__ for module in found if not isinstance(module, nn.Linear)}
             if others:
                 raise SetupError(
                     f"lora.target_modules: '{target}' is a {others.pop()}, and adapters are for linear layers"
+                )
+            if not found and target.rsplit(".", 1)[-1] in raw:
+                raise SetupError(
+                    f"lora.target_modules: '{target}' is a parameter of its own, and adapters are for linear layers; "
+                    "train it with all weights (lora.rank=null)"
                 )
             if not found:
                 raise SetupError(
@@ -185,13 +213,85 @@ def token_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "accuracy": correct / max(tokens, 1)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What `data.max_length` took from a set of examples: how many it shortened, and how many it left nothing to learn."""
+
+    shortened: int
+    dropped: int
+
+
 class FineTuner(SFTTrainer):
-    """TRL's trainer with the recipe's optimiser and schedule, and with held-out metrics per token, not per batch."""
+    """TRL's trainer with the recipe's optimiser and schedule, and with held-out metrics per token, not per batch.
+
+    Its checkpoints are whole or absent, like those of `save_checkpoint`.
+
+    Attributes:
+        cuts: by the name of a dataset, `train` or `eval`, what was cut from its examples.
+    """
 
     def __init__(self, recipe: FinetuneRecipe, **arguments):
         self.recipe = recipe
+        self.cuts: dict[str, Cut] = {}
         self.uses_cache = arguments["model"].config.use_cache  # to put back: a Trainer switches it off
         super().__init__(compute_metrics=token_metrics, **arguments)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        """First as a whole, to count what will be cut, and to leave out, packed or not, what then teaches nothing."""
+        uncut = copy.copy(args)
+        uncut.max_length = None
+        whole = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
+        shortened, kept = 0, []
+        for row, is_learnt in enumerate(learnt_places(whole)):
+            shortened += len(is_learnt) > args.max_length
+            if is_learnt[: args.max_length].any():
+                kept.append(row)
+        if not kept:
+            name = {"train": "training", "eval": "held-out"}[dataset_name]
+            raise SetupError(
+                f"the first data.max_length={args.max_length} tokens of the {name} examples hold nothing to learn: "
+                "raise data.max_length"
+            )
+        self.cuts[dataset_name] = Cut(shortened, dropped=len(whole) - len(kept))
+        kept_rows = whole if len(kept) == len(whole) else whole.select(kept)
+        return super()._prepare_dataset(kept_rows, processing_class, args, packing, formatting_func, dataset_name)
+
+    def _save_checkpoint(self, model, trial):
+        # The Trainer writes below a hidden folder, whence the finished checkpoint moves into place.
+        folder = Path(self.args.output_dir)
+        partial = folder / ".partial"
+        is_main = self.accelerator.is_main_process
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.args.output_dir = str(partial)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.output_dir = str(folder)
+        self.accelerator.wait_for_everyone()
+        if is_main:
+            written = partial / f"checkpoint-{self.state.global_step}"
+            state = {
+                "step": self.state.global_step,
+                "recipe": dataclasses.asdict(self.recipe),
+                "data": self.data_digest,
+            }
+            (written / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(folder / written.name, ignore_errors=True)  # a damaged one, which this run did not go on from
+            written.rename(folder / written.name)
+            shutil.rmtree(partial)
+            rotate_checkpoints(str(folder), self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
+
+    @functools.cached_property
+    def data_digest(self) -> str:
+        """SHA-256 of the training rows, which a run that goes on must find unchanged."""
+        digest = hashlib.sha256()
+        for column in ("input_ids", "labels"):
+            for row in self.train_dataset[column]:
+                digest.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
+        return digest.hexdigest()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -300,12 +400,36 @@ class RunCallback(TrainerCallback):
         self.progress.close()
 
 
+def newest_whole_checkpoint(folder: Path) -> str:
+    """The newest checkpoint of the run in `folder` that is whole, after a warning for each newer one that is not.
+
+    Raises:
+        SetupError: there is none.
+    """
+    checkpoints = sort_checkpoints(str(folder / "checkpoints"))
+    for checkpoint in reversed(checkpoints):
+        damage = find_damage(Path(checkpoint))
+        if damage is None:
+            return checkpoint
+        warn("finetune", f"{checkpoint} is damaged ({damage}), so it is skipped")
+    whole = "whole " if checkpoints else ""
+    raise SetupError(f"resume=true: {folder} holds no {whole}checkpoint to go on from; leave it out to start anew")
+
+
+def check_resumed_data(trainer: FineTuner, checkpoint: str) -> None:
+    """Raises `SetupError` if the training examples are not those that the run of `checkpoint` began with."""
+    state = Path(checkpoint, STATE_FILE)
+    before = json.loads(state.read_text(encoding="utf-8"))["data"] if state.exists() else trainer.data_digest
+    if before != trainer.data_digest:
+        raise SetupError(
+            f"resume=true: the training examples (data.path={trainer.recipe.data.path}, or how they are written as tokens) "
+            "have changed since the run began; put them back, or start anew in another output_dir"
+        )
+
+
 def check_resumed(recipe: FinetuneRecipe, folder: Path) -> str:
-    """The newest checkpoint in `folder`; raises `SetupError` if there is none, or another recipe made it."""
-    checkpoints = folder / "checkpoints"
-    newest = get_last_checkpoint(checkpoints) if checkpoints.is_dir() else None
-    if newest is None:
-        raise SetupError(f"resume=true: {folder} holds no checkpoint to go on from; leave it out to start anew")
+    """The checkpoint to go on from in `folder`; raises `SetupError` if there is none, or another recipe made it."""
+    newest = newest_whole_checkpoint(folder)
     before = load_recipe(str(folder / "recipe.yaml"), schema=FinetuneRecipe)
 
     def value(of: FinetuneRecipe, key: str):
@@ -359,9 +483,18 @@ def training_arguments(recipe: FinetuneRecipe, output_dir: str, kind: str, valid
     )
 
 
+def learnt_places(dataset: Dataset) -> Iterator[np.ndarray]:
+    """For each prepared row, `[T]` bool: the tokens in the loss. No example's first one is, for nothing foretells it."""
+    packed = dataset["seq_lengths"] if "seq_lengths" in dataset.column_names else itertools.repeat([])
+    for labels, lengths in zip(dataset["labels"], packed, strict=False):
+        is_learnt = np.asarray(labels) != IGNORE
+        is_learnt[np.cumsum([0, *lengths[:-1]])] = False
+        yield is_learnt
+
+
 def count_learnt(dataset: Dataset) -> int:
     """Tokens of prepared examples that count in the loss."""
-    return sum(int((np.asarray(labels)[1:] != IGNORE).sum()) for labels in dataset["labels"])
+    return sum(int(is_learnt.sum()) for is_learnt in learnt_places(dataset))
 
 
 def build_trainer(recipe: FinetuneRecipe) -> tuple[FineTuner, list[Example], list[Example]]:
@@ -372,6 +505,11 @@ def build_trainer(recipe: FinetuneRecipe) -> tuple[FineTuner, list[Example], lis
     """
     examples, held_out = split_examples(recipe.data)
     model, tokenizer = load_base(recipe.model.path)
+    limit = position_limit(model.config)
+    if limit is not None and recipe.data.max_length > limit:
+        raise SetupError(
+            f"data.max_length={recipe.data.max_length} is longer than the model's max_position_embeddings={limit}: lower it"
+        )
     prepare_chat(recipe, tokenizer, [*examples, *held_out])
     adapters = lora_config(recipe.lora, model)
     datasets = [Dataset.from_list([example.fields for example in part]) for part in (examples, held_out)]
@@ -387,12 +525,6 @@ def build_trainer(recipe: FinetuneRecipe) -> tuple[FineTuner, list[Example], lis
         )
     trainer.args.output_dir = str(Path(recipe.output_dir).expanduser() / "checkpoints")
     trainer.remove_callback(PrinterCallback)
-    for name, dataset in (("training", trainer.train_dataset), ("held-out", trainer.eval_dataset)):
-        if dataset is not None and not count_learnt(dataset):
-            raise SetupError(
-                f"the first data.max_length={recipe.data.max_length} tokens of the {name} examples hold nothing to learn: "
-                "raise data.max_length"
-            )
     steps, warmup = trainer.total_steps, recipe.schedule.warmup_steps
     if warmup > steps:
         raise SetupError(f"'schedule.warmup_steps' must be at most the run's {steps} steps, not {warmup}")
@@ -408,7 +540,10 @@ def sample_answer(recipe: FinetuneRecipe, trainer: FineTuner, example: Example) 
         last = max(place for place, turn in enumerate(turns) if turn["role"] == "assistant")
         turns = [{"role": "user", "content": sample.prompt}] if sample.prompt else turns[:last]
         prompt = turns[-1]["content"] if turns else ""
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        try:
+            (ids,) = tokenizer.apply_chat_template([turns], add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception:  # whatever a template raises: some need turns, or all of them
+            ids = [tokenizer.eos_token_id]
     else:
         prompt = sample.prompt or (
             example.fields["prompt"] if example.kind == "prompt" else example.fields["text"][:80]
@@ -452,6 +587,16 @@ def save_results(recipe: FinetuneRecipe, trainer: FineTuner, folder: Path) -> di
     return saved
 
 
+def describe_cuts(trainer: FineTuner) -> str:
+    """A sentence on what was cut from the examples; empty if nothing was."""
+    parts = [
+        f"{cut.shortened:,} {name} examples ({cut.dropped:,} left out, with nothing to learn)"
+        for name, cut in zip(("training", "held-out"), trainer.cuts.values(), strict=False)
+        if cut.shortened or cut.dropped
+    ]
+    return f"Cut after {trainer.args.max_length:,} tokens: {' and '.join(parts)}." if parts else ""
+
+
 def finetune(recipe: FinetuneRecipe) -> dict:
     """Carry out `recipe`; returns the summary that the run's folder holds as ``summary.json``."""
     started = time.perf_counter()
@@ -463,7 +608,11 @@ def finetune(recipe: FinetuneRecipe) -> dict:
     checkpoint = check_resumed(recipe, folder) if recipe.resume else None
     trainer, examples, held_out = build_trainer(recipe)
     accelerator, config = trainer.accelerator, trainer.model.config
+    if checkpoint is not None:
+        check_resumed_data(trainer, checkpoint)
     if accelerator.is_main_process:
+        if recipe.hub_model_id is not None:
+            recipe.hub_model_id = open_repository(recipe.hub_model_id, recipe.hub_private_repo)
         open_run_folder(recipe)
         if checkpoint is not None:
             cut_metrics(folder / "metrics.jsonl", int(checkpoint.rsplit("-", 1)[-1]))
@@ -474,7 +623,9 @@ def finetune(recipe: FinetuneRecipe) -> dict:
         print(
             f"{config.model_type}, {parameters:,} parameters, {trained:,} of them trained\n"
             f"{len(examples):,} training and {len(held_out):,} held-out examples with {describe_kind(examples[0])} from "
-            f"{recipe.data.path}\n{count_learnt(trainer.train_dataset):,} tokens to learn in {len(trainer.train_dataset):,} "
+            f"{recipe.data.path}\n"
+            + (f"{cuts}\n" if (cuts := describe_cuts(trainer)) else "")
+            + f"{count_learnt(trainer.train_dataset):,} tokens to learn in {len(trainer.train_dataset):,} "
             f"rows; {trainer.total_steps:,} steps on {accelerator.device} (mixed precision: {accelerator.mixed_precision})",
             flush=True,
         )
@@ -530,14 +681,16 @@ def finish(
         "steps": state.global_step,
         "epochs": state.epoch,
         "training_tokens": state.num_input_tokens_seen,
+        "cut": {name: dataclasses.asdict(cut) for name, cut in trainer.cuts.items()},
         "validation_before": validations[0] if validations and validations[0]["step"] == 0 else None,
         "validation": result or None,
         "tokens_per_second": (run.tokens - run.first_tokens) / max(run.train_seconds, 1e-9),
         "seconds": time.perf_counter() - run.started,
     }
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    if "final" in saved and config.model_type == "avgpath":  # PEFT has written the adapter's card
-        describe(recipe, summary, saved["final"], examples, held_out).save(saved["final"] / "README.md")
+    for name, place in saved.items():
+        if name == "adapter" or config.model_type == "avgpath":  # the card of a model is about AvgPath's layers
+            describe(recipe, summary, trainer, place, examples, held_out).save(place / "README.md")
     print(f"\n> {prompt}\n{answer}\n")
     if result:
         before = summary["validation_before"]
@@ -548,23 +701,39 @@ def finish(
     print(
         f"plot in {run.folder / 'loss.png'}, metrics in {run.folder / 'metrics.jsonl'}; {summary['seconds']:.0f} s in all"
     )
+    if recipe.hub_model_id is not None:
+        print(f"sent to {upload_model(sent_folder(saved), recipe.hub_model_id)}")
     return summary
 
 
+def sent_folder(saved: dict[str, Path]) -> Path:
+    """What goes to the Hub: the model, or the adapter where no model was written."""
+    return saved.get("final") or saved["adapter"]
+
+
 def describe(
-    recipe: FinetuneRecipe, summary: dict, final: Path, examples: list[Example], held_out: list[Example]
+    recipe: FinetuneRecipe,
+    summary: dict,
+    trainer: FineTuner,
+    folder: Path,
+    examples: list[Example],
+    held_out: list[Example],
 ) -> ModelCard:
-    """The card of the model in `final`."""
+    """The card of the model or adapter in `folder`."""
     is_sotu, lora = recipe.data.path == "sotu", recipe.lora
-    source = "State of the Union" if is_sotu else Path(recipe.data.path).name
+    is_adapter, is_chat = folder.name == "adapter", examples[0].is_conversation
+    source = name_source(recipe.data.path)
     names = {"loss": "loss (nats per learnt token)", "accuracy": "next-token accuracy"}
-    how = f"LoRA, rank {lora.rank}, merged" if lora.rank else "all weights"
+    kind = "DoRA" if lora.dora else "LoRA"
+    how = f"{kind}, rank {lora.rank}{'' if is_adapter else ', merged'}" if lora.rank else "all weights"
     is_on_hub = not Path(recipe.model.path).expanduser().exists()
+    is_sent = recipe.hub_model_id is not None and not (is_adapter and lora.merge)
     return build_card(
-        AutoModelForCausalLM.from_pretrained(final),
-        load_from=str(final),
+        trainer.model if is_adapter else AutoModelForCausalLM.from_pretrained(folder),
+        load_from=recipe.hub_model_id if is_sent else str(folder),
+        adapter_of=recipe.model.path if is_adapter else None,
         data=f"`{recipe.model.path}`, fine-tuned on {len(examples):,} examples with {describe_kind(examples[0])} from "
-        f"`{source}`; {len(held_out):,} more were held out.",
+        f"`{source}`; {len(held_out):,} more were held out." + (f" {cuts}" if (cuts := describe_cuts(trainer)) else ""),
         training={
             "trained": f"{summary['trained_parameters']:,} parameters ({how})",
             "tokens seen": f"{summary['training_tokens']:,} ({summary['epochs']:.2f} epochs)",
@@ -575,6 +744,9 @@ def describe(
         },
         results=held_out_results(source, names, summary["validation"]) if summary["validation"] else [],
         limits="It answers in the manner of its examples, states falsehoods as readily as facts, and was not made safe.",
+        prompt=recipe.sample.prompt or ("Hello!" if is_chat else "The"),
+        is_chat=is_chat,
+        license=recipe.license,
         base_model=recipe.model.path if is_on_hub else None,
         language="en" if is_sotu else None,
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: Python put this folder on the path, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import training  # noqa: F401  (before the libraries, which it keeps quiet while they are imported)
 
 from training.data import load_documents, split_documents
 from training.recipe import HarnessRecipe, SetupError

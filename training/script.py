@@ -47,6 +47,12 @@ def parse_recipe(
     return load_recipe(given[0] if has_recipe else str(REPOSITORY / default), given[has_recipe:], schema)
 
 
+def warn(name: str, message: str) -> None:
+    """Tell on standard error, once for all processes, what the script `name` does otherwise than might be expected."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}.py: warning: {message}", file=sys.stderr)
+
+
 def run_script(name: str, run: Callable[[], object]) -> int:
     """Call `run`; returns the exit status: 0, 2 for a mistake in the set-up, 128 + n after signal n."""
     transformers.logging.set_verbosity_error()

@@ -1,5 +1,8 @@
 """The config's grammar: how layers are chosen, what is derived, what is refused and with which words."""
 
+import json
+import pickle
+
 import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig
@@ -98,7 +101,19 @@ def test_derived_heads():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mixer": "mamba"}, ["'mamba'", "gated_delta_net", "ttt_mlp"]),
+        ({"mixer": "mamba"}, ["'mamba'", "gated_delta_net", "ttt_mlp", "newer version"]),
+        ({"mixer": "mesanet"}, ["'mesanet'", "did you mean 'mesa_net'?"]),
+        ({"layer_pattern": ["softmax", "ttt_liner"]}, ["'ttt_liner'", "did you mean 'ttt_linear'?", "newer version"]),
+        ({"mixer_types": ["holo"]}, ["'holo'", "newer version"]),
+        ({"mixer_types": "holo"}, ["mixer_types must be list[str] | None, got 'holo' (str)", "goes into mixer"]),
+        (
+            {"layer_pattern": "softmax"},
+            ["layer_pattern must be list[str] | None, got 'softmax' (str)", "goes into mixer"],
+        ),
+        ({"mixer_types": [3]}, ["mixer_types", "[3] (list)"]),
+        ({"mixer": None}, ["mixer must be str, got None (NoneType)."]),
+        ({"hidden_size": "big"}, ["hidden_size must be int, got 'big' (str)."]),
+        ({"head_dim": 8.0}, ["head_dim must be int | None, got 8.0 (float)."]),
         ({"mixer": "delta_net@key"}, ["'key'", "delta_net@mean_field", "delta_net@query"]),
         ({"mixer": "softmax@query"}, ["'softmax'", "no suffix"]),
         ({"mixer": "identity@query"}, ["'query'", "identity@mean_field"]),
@@ -143,8 +158,34 @@ def test_errors_name_the_value_and_the_way_out(fields, words):
 
 
 def test_types_are_checked():
-    with pytest.raises(StrictDataclassFieldValidationError, match="hidden_size.*"):
+    """The error is what `@strict` raises, and a TypeError; it survives the way from a worker process."""
+    with pytest.raises(StrictDataclassFieldValidationError, match="hidden_size.*") as error:
         AvgPathConfig(hidden_size=768.0)
+    assert isinstance(error.value, TypeError)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "overrides", "words"),
+    [
+        ({"hidden_size": "big"}, {}, ["hidden_size must be int, got 'big' (str)"]),
+        ({"mixer_types": "holo"}, {}, ["mixer_types must be list[str] | None, got 'holo' (str)"]),
+        ({"mixer_types": ["softmax", "holo"]}, {}, ["Unknown memory 'holo'"]),
+        ({"mixer_types": None, "layer_types": None, "layer_pattern": ["holo"]}, {}, ["Unknown memory 'holo'"]),
+        ({"mixer_types": None, "layer_types": None, "mixer": "delta_nt"}, {}, ["did you mean 'delta_net'?"]),
+        ({"qk_norm_type": "per_model"}, {}, ["per_head, per_layer"]),
+        ({}, {"mixer": "holo"}, ["with the given mixer", "Unknown memory 'holo'"]),
+        ({}, {"layer_pattern": "holo", "use_cache": 3}, ["with the given layer_pattern, use_cache"]),
+    ],
+)
+def test_loading_names_the_file_and_the_ways_out(facts, overrides, words, tmp_path):
+    AvgPathConfig(num_hidden_layers=2, mixer="delta_net").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+    with pytest.raises(ValueError) as error:
+        AutoConfig.from_pretrained(tmp_path, **overrides)
+    for word in [*words, str(file), "Correct the value", "newer version", "trust_remote_code=True"]:
+        assert word in str(error.value)
 
 
 def test_a_spec_must_be_a_string():

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from laws.cases import CASES, SPECS, assert_close, random_ids, tiny_model
+from laws.cases import CASES, SPECS, VOCAB, assert_close, random_ids, relative_error, tiny_model
 from peft import (
     LoraConfig,
     PeftModel,
@@ -17,7 +17,9 @@ from peft import (
 )
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from modeling_avgpath.configuration_avgpath import MEMORIES
 from training.recipe import REPOSITORY
 
 # PEFT passes names of arguments that Transformers will drop, and says that it leaves position ids to the model.
@@ -85,6 +87,46 @@ def test_adapters_on_every_linear_layer(case, dora):
         adapted = model(input_ids=ids).logits
         assert (adapted - plain(input_ids=ids).logits).norm() > 0.01 * adapted.norm()
         assert_close(model.merge_and_unload()(input_ids=ids).logits, adapted, 1e-5)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_merging_in_bf16(memory, tmp_path):
+    """A merged weight is W + s B A, rounded to bf16's 8 bits; what that does to the logits follows from their gradient."""
+    spec = next(spec for spec in SPECS if spec.partition("@")[0] == memory)
+    u, ids = 2.0**-8, random_ids(2, 13)
+    tiny_model(spec).save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+    ).eval()
+    exact, limits = {}, {}
+    for name, layer in model.base_model.model.named_modules():
+        if isinstance(layer, LoraLayer):
+            update = layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+            update = layer.scaling["default"] * update.detach()
+            exact[f"{name}.weight"] = layer.base_layer.weight.detach().double() + update
+            limits[f"{name}.weight"] = u * (exact[f"{name}.weight"].abs() + update.abs())  # both are rounded
+    with torch.no_grad():
+        adapted = model(input_ids=ids).logits
+        with model.disable_adapter():
+            assert relative_error(model(input_ids=ids).logits, adapted) > 64 * u
+        merged = model.merge_and_unload()
+        # Some 30 roundings of activations, each within u, stand behind one another in two layers.
+        assert_close(merged(input_ids=ids).logits, adapted, 32 * u)
+    rounded = {name: tensor.double() for name, tensor in merged.state_dict().items()}
+    for name, weight in exact.items():
+        assert ((rounded[name] - weight).abs() <= limits[name]).all(), name
+
+    # In fp64, any fixed combination of the logits: errors spread evenly within their limits add up to this deviation.
+    double, combination = tiny_model(spec).double(), torch.randn(2, 13, VOCAB, dtype=torch.float64)
+    double.load_state_dict(rounded)
+    found = (double(ids).logits * combination).sum().item()
+    double.load_state_dict(rounded | exact)
+    expected = (double(ids).logits * combination).sum()
+    expected.backward()
+    variance = sum((double.get_parameter(name).grad * limit).square().sum() / 3 for name, limit in limits.items())
+    assert abs(found - expected.item()) <= 4 * variance.sqrt()
 
 
 def test_the_table_of_targets():

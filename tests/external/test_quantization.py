@@ -11,7 +11,7 @@ from modeling_avgpath import AvgPathCache, AvgPathForCausalLM, AvgPathForSequenc
 
 pytest.importorskip("torchao", reason="the extra `evaluate` is not installed")
 
-from torchao.quantization import Int8WeightOnlyConfig  # noqa: E402
+from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: E402
 from transformers import TorchAoConfig  # noqa: E402
 
 KEPT = AvgPathForCausalLM.modules_to_not_convert
@@ -73,6 +73,34 @@ def test_every_mixer_runs_saves_and_loads_in_int8(folder, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
     assert quantized_modules(loaded) == quantized_modules(model)
     assert torch.equal(loaded(ids).logits, logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_a_loaded_int8_model_is_saved_again(head, tmp_path):
+    """Through two more rounds, the second in shards, and with another head."""
+    tiny_model("softmax_middle").save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=int8())
+    model.save_pretrained(tmp_path / "0")
+    ids = random_ids(2, 9)
+    first = head.from_pretrained(tmp_path / "0").eval()
+    first.save_pretrained(tmp_path / "1")
+    head.from_pretrained(tmp_path / "1").save_pretrained(tmp_path / "2", max_shard_size="8KB")
+    assert len(list((tmp_path / "2").glob("*.safetensors"))) > 1
+    again = head.from_pretrained(tmp_path / "2").eval()
+    assert quantized_modules(again) == quantized_modules(model)
+    assert torch.equal(again(ids).logits, first(ids).logits)
+    assert torch.equal(again.model(ids)[0], model.model(ids)[0])
+
+
+def test_weights_quantized_behind_the_back_are_refused_before_anything_is_written(tmp_path):
+    model = tiny_model("delta_net")
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    with pytest.raises(ValueError, match="q_proj.weight is torchao's Int8Tensor.*quantization_config=TorchAoConfig"):
+        model.save_pretrained(tmp_path / "int8")
+    assert not (tmp_path / "int8").exists()
+    model.save_pretrained(tmp_path / "plain", state_dict=tiny_model("delta_net").state_dict())  # one's own weights
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")) is AvgPathForCausalLM
 
 
 @torch.no_grad()

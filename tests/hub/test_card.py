@@ -12,14 +12,29 @@ from laws.cases import SPECS, random_ids, tiny_config, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_avgpath import AvgPathCache, AvgPathForCausalLM
-from training.card import LayerCache, build_card, format_bytes, layer_diagram, measure_cache, softmax_cache
+from training.card import (
+    LayerCache,
+    build_card,
+    format_bytes,
+    held_out_results,
+    layer_diagram,
+    measure_cache,
+    name_source,
+    softmax_cache,
+)
 
 RESULTS = [EvalResult("text-generation", "speeches", "speeches, held out", metric, value)
            for metric, value in (("perplexity", 12.34567), ("accuracy", "0.5 ± 0.1"))]  # fmt: skip
 
 
 def fill(model, **fields) -> ModelCard:
-    facts = {"load_from": "someone/small-hybrid", "data": "Speeches.", "training": {"steps": "7"}, "limits": "Small."}
+    facts = {
+        "load_from": "someone/small-hybrid",
+        "data": "Speeches.",
+        "training": {"steps": "7"},
+        "limits": "Small.",
+        "license": "apache-2.0",
+    }
     return build_card(model, **{**facts, **fields})
 
 
@@ -120,6 +135,44 @@ def test_the_card_says_everything():
         assert words in text
     assert "{{" not in text.replace("= {{AvgPath}", "") and "{%" not in text
     assert "Not evaluated yet." in fill(tiny_model("softmax_first")).text
+
+
+def test_a_card_without_a_licence_states_none():
+    card = fill(tiny_model("softmax_first"), license=None)
+    assert card.data.license is None and "license" not in card.data.to_dict()
+    assert "Weights: not stated. Code: `apache-2.0`." in card.text
+
+
+@pytest.mark.parametrize(
+    "path", ["sotu", ".", "..", "/", "日本語.jsonl", "a|b.jsonl", "---.jsonl", "some/chats v2.jsonl/"]
+)
+def test_results_name_their_data_whatever_its_path(path, tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path / "texts")
+    source = name_source(path)
+    assert source == {
+        "sotu": "State of the Union", ".": "texts", "..": tmp_path.name, "/": "local files", "some/chats v2.jsonl/":
+        "chats v2.jsonl",
+    }.get(path, path)  # fmt: skip
+    card = fill(tiny_model("softmax_first"), results=held_out_results(source, {"loss": "loss"}, {"loss": 1.5}))
+    assert metadata_errors(card.content) == []
+    (result,) = card.data.eval_results
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", result.dataset_type)
+    (row,) = [line for line in card.text.splitlines() if ", held out |" in line]
+    assert len(re.split(r"(?<!\\)\|", row)) == 5  # three cells
+
+
+def test_chats_and_adapters_load_their_own_way():
+    model = tiny_model("softmax_first")
+    chat = fill(model, is_chat=True, prompt="Who's there?").text
+    assert 'messages = [{"role": "user", "content": "Who\'s there?"}]' in chat
+    assert "tokenizer.apply_chat_template(messages, add_generation_prompt=True" in chat and "tokenizer(" not in chat
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    card = fill(LlamaForCausalLM(config), adapter_of="someone/base", base_model="someone/base")
+    assert card.data.library_name == "peft" and card.data.base_model == "someone/base"
+    assert metadata_errors(card.content) == []
+    assert 'AutoModelForCausalLM.from_pretrained("someone/base"' in card.text and "PeftModel" in card.text
+    assert "## Cache" not in card.text and "Its layers come from" not in card.text and "\n\n\n" not in card.text
 
 
 def test_other_models_have_no_such_card():

@@ -16,7 +16,7 @@ IDS = random_ids(1, 9)
 
 AUTHOR = r"""
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 import modeling_avgpath
 
 model = AutoModelForCausalLM.from_pretrained("model")
@@ -34,6 +34,19 @@ trainer.push_to_hub()
 
 from pathlib import Path
 from training.publish import open_repository, upload_model
+
+for strategy in ("every_save", "checkpoint"):
+    arguments = TrainingArguments(output_dir=f"way-{strategy}", hub_model_id=f"tester/way-{strategy}", push_to_hub=True,
+                                  hub_strategy=strategy, hub_always_push=True, max_steps=2, save_steps=1, report_to=[],
+                                  use_cpu=True, disable_tqdm=True, learning_rate=1e-3)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+
+    class Wait(TrainerCallback):  # for the push of one checkpoint before there is a next one
+        def on_save(self, args, state, control, **kwargs):
+            trainer.push_in_progress.wait_until_done()
+
+    trainer.add_callback(Wait())
+    trainer.train()
 
 result["refused name"] = tell(open_repository, "someone/model")
 Path("model/README.md").write_text("---\nlanguage: english\n---\n")
@@ -99,6 +112,28 @@ def test_repositories_are_complete(name, hub, pushed, tmp_path):
     assert not collect_code(tmp_path.joinpath)[1]
     assert ("model.safetensors" in files) == ("config" not in name)
     assert metadata_errors(files["README.md"].decode()) == []
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+def test_each_push_of_a_trainer_is_complete(strategy, hub, pushed, tmp_path):
+    """In the midst of the run too: no commit's config names code that its folder lacks."""
+    repository = hub.repositories[f"tester/way-{strategy}"]
+    seen = []
+    for number, files in enumerate(repository.commits.values()):
+        for config in (
+            path for path in files if path.endswith("config.json") and "auto_map" in files[path][0].decode()
+        ):
+            folder = tmp_path / str(number) / config.removesuffix("config.json")
+            folder.mkdir(parents=True, exist_ok=True)
+            for path, (content, _) in files.items():
+                if path.rpartition("/")[0] == config.rpartition("/")[0]:
+                    (folder / path.rpartition("/")[2]).write_bytes(content)
+            assert json.loads(files[config][0])["auto_map"] == AUTO_MAP
+            assert not collect_code(folder.joinpath)[1]
+            seen.append(config)
+    assert seen.count("config.json") >= 2
+    assert ("last-checkpoint/config.json" in seen) == (strategy == "checkpoint")
+    assert "model.safetensors" in repository.files
 
 
 def test_a_reader_without_the_package_gets_the_same_model(model, pushed):

@@ -9,7 +9,9 @@ import torch
 import transformers
 from hub.processes import run_python
 from laws.cases import SPECS, random_ids, tiny_config, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import modeling_avgpath
 from modeling_avgpath import AvgPathConfig, AvgPathForCausalLM
@@ -44,13 +46,17 @@ def folder(tmp_path_factory):
         model = getattr(modeling_avgpath, head)(tiny_config(SPECS))
         model.save_pretrained(folder / auto_class)
         torch.save(output_of(model), folder / f"{auto_class}.pt")
+    model.save_pretrained(folder / "shards", max_shard_size="20KB")
     tiny_config(["softmax"]).save_pretrained(folder / "config")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"w": 0}, unk_token="w"))).save_pretrained(
+        folder / "AutoModelForCausalLM"
+    )
     return folder
 
 
 # Loads each checkpoint, saves it, loads what it saved and saves that, by every way there is.
 STRANGER = """
-import os, shutil, torch, transformers
+import builtins, os, shutil, torch, transformers
 from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, pipeline
 
@@ -90,6 +96,22 @@ model = transformers.AutoModel.from_pretrained("passing", trust_remote_code=True
 shutil.rmtree("passing")
 model.save_pretrained("rescued")
 
+last_head = list(HEADS.keys())[-1]
+auto = getattr(transformers, last_head)
+model = auto.from_pretrained("shards", trust_remote_code=True).eval()
+with torch.no_grad():
+    result["shards"] = bool(torch.equal(model(ids)[0], torch.load(f"{last_head}.pt")))
+shutil.copytree("shards", "less")
+lost = sorted(Path("less").glob("model-*.safetensors"))[1]
+lost.unlink()
+result["lost"] = [lost.name, tell(auto.from_pretrained, "less", trust_remote_code=True)]
+
+asked = []
+builtins.input = lambda question: asked.append(question) or "n"
+for trust in (True, False, None):
+    tokenizer = transformers.AutoTokenizer.from_pretrained("AutoModelForCausalLM", trust_remote_code=trust)
+    result[f"tokenizer {trust}"] = [tokenizer("w").input_ids, len(asked)]
+
 for name in ("op_delta.py", "mixer.py", "modeling_avgpath.py", "configuration_avgpath.py"):
     shutil.copytree("AutoModel", f"without-{name}")
     (Path(f"without-{name}") / name).unlink()
@@ -122,6 +144,21 @@ def test_remote_code_generates_as_the_package(folder, stranger):
     model = AutoModelForCausalLM.from_pretrained(folder / "AutoModelForCausalLM")
     assert stranger["generated"] == model.generate(IDS, max_new_tokens=4, do_sample=False).tolist()
     assert stranger["prompt_lookup"]
+
+
+def test_shards(folder, stranger):
+    """They load without the package; one that is missing is named, with the way out."""
+    assert len(list((folder / "shards").glob("model-*.safetensors"))) > 2
+    assert stranger["shards"]
+    assert_complete(folder / "shards")
+    name, message = stranger["lost"]
+    assert message.startswith(f"FileNotFoundError: {name} of the checkpoint less is missing")
+    assert "Fetch it anew" in message
+
+
+def test_the_tokenizer_runs_no_code(stranger):
+    """`AutoTokenizer` reads the config first, so Transformers asks about its code unless it was told."""
+    assert [stranger[f"tokenizer {trust}"] for trust in (True, False, None)] == [[[0], 0], [[0], 0], [[0], 1]]
 
 
 def test_no_auto_map_dangles_when_the_source_is_gone(folder, stranger):

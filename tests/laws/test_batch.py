@@ -3,6 +3,7 @@
 import pytest
 import torch
 from laws.cases import assert_close, random_ids, state_of
+from transformers import StaticCache
 
 from modeling_avgpath import AvgPathCache
 
@@ -58,3 +59,38 @@ def test_another_batch_size_is_refused(model):
         model(random_ids(3, 1), cache=cache)
     for name, state in state_of(cache).items():
         assert torch.equal(state, before[name])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@torch.no_grad()
+def test_verbs_on_static_caches(model, verb):
+    apply, rows = VERBS[verb]
+    ids = random_ids(3, 12)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    model(ids[:, :9], cache=cache)
+    apply(cache)
+    assert_close(model(ids[rows, 9:], cache=cache).logits, model(ids[rows]).logits[:, 9:])
+    with pytest.raises(ValueError, match=f"holds {len(rows)} rows but the input has 5"):
+        model(random_ids(5, 1), cache=cache)
+
+
+@torch.no_grad()
+def test_rows_that_make_no_sense(model):
+    cache = AvgPathCache(model.config)
+    model(random_ids(3, 5), cache=cache)
+    before = {name: state.clone() for name, state in state_of(cache).items()}
+    for verb in (cache.batch_select_indices, cache.reorder_cache):
+        for rows in (torch.tensor(1), torch.tensor([], dtype=torch.long), [], torch.tensor([[0]]), torch.tensor([0.0])):
+            with pytest.raises(ValueError, match="one-dimensional tensor of at least one integer"):
+                verb(rows)
+        for rows in (torch.tensor([0, 3]), [-4]):
+            with pytest.raises(IndexError, match="holds 3 rows"):
+                verb(rows)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        cache.batch_repeat_interleave(0)
+    for name, state in state_of(cache).items():
+        assert torch.equal(state, before[name])
+    cache.batch_select_indices([2, 0])
+    cache.batch_select_indices(torch.tensor([False, True]))
+    for name, state in state_of(cache).items():
+        assert torch.equal(state, before[name][:1])

@@ -1,6 +1,8 @@
 """Law 6. Save, load, continue is bitwise equal to continue; a fork leaves the original as it is; strangers are refused."""
 
 import copy
+import gc
+import hashlib
 import json
 import pickle
 import random
@@ -8,9 +10,10 @@ import random
 import pytest
 import torch
 from laws.cases import random_ids, state_of, tiny_model
+from safetensors.torch import save_file
 
 from modeling_avgpath import AvgPathCache
-from modeling_avgpath.cache_files import FACTS, TENSORS
+from modeling_avgpath.cache_files import CACHE_FILE
 
 
 @torch.no_grad()
@@ -52,8 +55,7 @@ def test_saving_again_before_use_keeps_the_fingerprint(model, tmp_path):
     cache = filled(model)
     cache.save_pretrained(tmp_path / "first")
     AvgPathCache.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
-    for name in (FACTS, TENSORS):
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    assert (tmp_path / "first" / CACHE_FILE).read_bytes() == (tmp_path / "second" / CACHE_FILE).read_bytes()
 
 
 @pytest.mark.parametrize("duplicate", [AvgPathCache.fork, copy.deepcopy])
@@ -133,23 +135,87 @@ def test_other_weights_and_dtypes_are_refused(model, case, tmp_path):
 
 
 def test_other_configs_are_refused(tmp_path):
-    filled(tiny_model("softmax_last")).save_pretrained(tmp_path)
+    model = tiny_model("softmax_last")
+    filled(model).save_pretrained(tmp_path)
     loaded = AvgPathCache.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="belongs to another model: mixer_types"):
         continued(tiny_model("all_recurrent"), loaded)
 
 
+def test_a_single_changed_weight_is_noticed(tmp_path):
+    model = tiny_model("softmax_middle")
+    filled(model).save_pretrained(tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[7, 5] *= 1.001
+    with pytest.raises(ValueError, match="other weights"):
+        continued(model, AvgPathCache.from_pretrained(tmp_path))
+
+
+def test_which_weights_filled_a_cache(tmp_path):
+    """The fingerprint is that of the weights which filled it; when it cannot be known any more, saving says so."""
+    model = tiny_model("softmax_middle")
+    known, unknown = filled(model), filled(model)
+    assert known.fingerprint  # asked for once, it is kept
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1)
+    with pytest.raises(ValueError, match="has other weights by now"):
+        unknown.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has other weights by now"):
+        pickle.dumps(unknown)
+    known.save_pretrained(tmp_path)
+    orphan = filled(model)
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match="is gone"):
+        orphan.save_pretrained(tmp_path)
+    continued(tiny_model("softmax_middle"), AvgPathCache.from_pretrained(tmp_path))
+
+
+def test_a_cache_in_memory_is_refused_by_other_weights():
+    model, equal, other = (tiny_model("softmax_middle", seed=seed) for seed in (0, 0, 1))
+    cache = filled(model)
+    with pytest.raises(ValueError, match="other weights"):
+        continued(other, cache)
+    assert cache.get_seq_length() == 13
+    assert continued(equal, cache).isfinite().all()
+    cache.reset()
+    assert continued_from_nothing(other, cache).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"linear_allow_neg_eigval": True},
+        {"ttt_base_lr": 0.5},
+        {"rms_norm_eps": 1e-3},
+        {"ttt_rope_theta": 10.0},
+        {"mesa_max_cg_steps": 2},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}},
+    ],
+    ids=lambda override: next(iter(override)),
+)
+def test_configs_that_change_states_are_compared(override):
+    """The same weights, read otherwise."""
+    model = tiny_model("softmax_middle")
+    other = tiny_model("softmax_middle", **override)
+    other.load_state_dict(model.state_dict())
+    cache = filled(model)
+    with pytest.raises(ValueError, match=f"belongs to another model: {next(iter(override))}"):
+        continued(other, cache)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
 def test_damaged_files_are_refused_or_load_bitwise(damage, tmp_path):
-    """100 random offsets in both files: a clear error, or a load that is bitwise equal; never anything else."""
+    """100 random offsets: a clear error, or a load that is bitwise equal; never anything else."""
     model = tiny_model("three_cache_kinds")
     cache = filled(model)
     cache.save_pretrained(tmp_path)
-    generator, refused = random.Random(0), 0
-    for _ in range(100):
-        file = tmp_path / generator.choice((FACTS, TENSORS))
-        content = file.read_bytes()
-        offset = generator.randrange(len(content))
+    file, generator, refused = tmp_path / CACHE_FILE, random.Random(0), 0
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for trial in range(100):
+        offset = generator.randrange(header if trial % 2 else len(content))  # half of them where the facts are
         if damage == "truncate":
             file.write_bytes(content[:offset])
         else:
@@ -160,21 +226,25 @@ def test_damaged_files_are_refused_or_load_bitwise(damage, tmp_path):
         except ValueError as error:
             refused += 1
             assert str(tmp_path) in str(error)
-        file.write_bytes(content)
-    assert refused > 60
+    assert refused > 90
+    file.write_bytes(content)
     assert_bitwise(AvgPathCache.from_pretrained(tmp_path), cache)
 
 
-def test_missing_files_and_newer_formats_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="cache.json is missing"):
-        AvgPathCache.from_pretrained(tmp_path)
-    filled(tiny_model("softmax")).save_pretrained(tmp_path)
-    (tmp_path / TENSORS).rename(tmp_path / "elsewhere")
+def test_files_of_another_kind_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="cache.safetensors is missing"):
         AvgPathCache.from_pretrained(tmp_path)
-    (tmp_path / "elsewhere").rename(tmp_path / TENSORS)
-    document = json.loads((tmp_path / FACTS).read_text())
-    document["facts"]["format"] = 99
-    (tmp_path / FACTS).write_text(json.dumps(document))
-    with pytest.raises(ValueError, match="changed after it was written"):
-        AvgPathCache.from_pretrained(tmp_path)
+    model = tiny_model("softmax")
+    filled(model).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        AvgPathCache.from_pretrained(tmp_path, device="nonsense")
+    newer = json.dumps({"format": 99})
+    for header, message in (
+        ({"facts": f"{hashlib.sha256(newer.encode()).hexdigest()} {newer}"}, "format 99, this version reads"),
+        ({"facts": "0" * 64 + " " + "[" * 100_000}, "changed after it was written"),
+        (None, "changed after it was written"),
+    ):
+        save_file({"0.keys": torch.ones(2)}, tmp_path / CACHE_FILE, metadata=header)
+        with pytest.raises(ValueError, match=message):
+            AvgPathCache.from_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / CACHE_FILE]  # no leftovers of saving

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from laws.cases import assert_close, assert_same_state, random_ids, state_of, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from modeling_avgpath import AvgPathCache
 
@@ -63,6 +63,34 @@ def test_padded_rows_roll_back(model):
     assert_close(actual, model(more, attention_mask=mask, cache=expected).logits)
 
 
+@pytest.mark.parametrize("pieces", [(16,), (9, 7), (3, 3, 10)])
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_padding_that_all_rows_share_rolls_back(model, pieces, static):
+    """Padding in the same place of every row, before and in between: layers that keep keys store none for it."""
+    ids, mask = random_ids(2, 16), torch.ones(2, 20, dtype=torch.long)
+    mask[:, :5], mask[:, 8:10] = 0, 0
+    make = (lambda: StaticCache(model.config, max_cache_len=24)) if static else (lambda: AvgPathCache(model.config))
+    for removed in (1, 6, 12):
+        cache, start = make(), 0
+        for index, length in enumerate(pieces):
+            if index == 0 and not static:
+                cache.activate_past_recording()
+            model(ids[:, start : start + length], attention_mask=mask[:, : start + length], cache=cache)
+            start += length
+            if index == 0 and static:  # it records from its second forward pass on
+                cache.activate_past_recording()
+        if static and removed > 16 - pieces[0]:
+            continue
+        cache.crop(-removed)
+        kept = 16 - removed
+        more, continued = random_ids(2, 4, seed=3), mask[:, : kept + 4]
+        actual = model(more, attention_mask=continued, cache=cache).logits
+        whole = model(torch.cat((ids[:, :kept], more), dim=1), attention_mask=continued).logits[:, kept:]
+        is_real = continued[:, kept:].bool()
+        assert_close(actual[is_real], whole[is_real])
+
+
 @torch.no_grad()
 def test_rollback_after_rows_were_selected(model):
     ids = random_ids(3, 14)
@@ -82,8 +110,11 @@ def test_beyond_the_recorded_depth_nothing_changes(model):
             continue
         with pytest.raises(error, match=f"Cannot remove {count} tokens"):
             cache.crop(-count)
-    with pytest.raises(ValueError, match="got 2|positive"):
+    with pytest.raises(ValueError, match="got 2"):
         cache.crop(2)
+    for count in (-1.5, "3", None):
+        with pytest.raises(TypeError, match=f"an integer such as -2; got {count!r}"):
+            cache.crop(count)
     assert cache.get_seq_length() == 20
     for name, state in state_of(cache).items():
         assert torch.equal(state, before[name])
@@ -129,13 +160,75 @@ def test_a_plain_dynamic_cache_records_too(model):
     assert_close(model(more, cache=cache).logits, model(torch.cat((ids[:, :8], more), dim=1)).logits[:, 8:])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda config: DynamicCache(config=config),
+        lambda config: DynamicCache(config=config, offloading=True),
+        lambda config: StaticCache(config=config, max_cache_len=20),
+        lambda config: StaticCache(config=config, max_cache_len=20, offloading=True),
+    ],
+    ids=["dynamic", "offloaded", "static", "offloaded_static"],
+)
 @torch.no_grad()
-def test_a_plain_dynamic_cache_is_not_cropped_in_part():
-    """It becomes one of ours, whose crop checks all layers first."""
+def test_caches_of_transformers_are_not_cropped_in_part(make):
+    """They become ours, whose crop checks all layers first."""
     model = tiny_model("softmax_first")
-    cache = DynamicCache(config=model.config)
-    model(random_ids(1, 9), cache=cache)
-    assert type(cache) is AvgPathCache
-    with pytest.raises(RuntimeError, match="Cannot remove 2 tokens"):
-        cache.crop(-2)
-    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9, 9]
+    cache = make(model.config)
+    ids, more = random_ids(1, 9), random_ids(1, 3, seed=2)
+    model(ids, cache=cache)
+    nbytes = cache.nbytes
+    for count, error in ((-2, RuntimeError), (-10, ValueError), (2, ValueError), (-1.0, TypeError)):
+        with pytest.raises(error):
+            cache.crop(count)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [9, 9, 9] and cache.nbytes == nbytes
+    cache.activate_past_recording()
+    model(more, cache=cache)
+    cache.crop(-2)
+    expected = model(torch.cat((ids, more[:, :1], more), dim=1)).logits[:, 10:]
+    assert_close(model(more, cache=cache).logits, expected)
+
+
+@torch.no_grad()
+def test_a_cache_cropped_to_nothing_takes_any_number_of_rows(model):
+    cache = cache_of(model, random_ids(2, 9), record=9)
+    cache.crop(-9)
+    assert cache.nbytes == 0
+    assert_close(model(random_ids(3, 5), cache=cache).logits, model(random_ids(3, 5)).logits)
+
+
+@torch.no_grad()
+def test_bytes_after_a_crop_are_those_still_occupied(model):
+    cache = cache_of(model, random_ids(1, 40), record=30)
+    before = cache.nbytes_per_layer
+    cache.crop(-30)
+    for layer, old, new in zip(cache.layers, before, cache.nbytes_per_layer, strict=True):
+        keeps_views = not hasattr(layer, "states") or "keys" in layer.states and "positions" in layer.states
+        assert new <= old and (new > old // 4 or not keeps_views)
+    model(random_ids(1, 1), cache=cache)
+    unrecorded = cache_of(model, random_ids(1, 11))
+    for layer, new, plain in zip(cache.layers, cache.nbytes_per_layer, unrecorded.nbytes_per_layer, strict=True):
+        assert hasattr(layer, "states") or new == plain
+
+
+@torch.no_grad()
+def test_rollback_under_another_autocast(model):
+    """What stays runs again as it ran first."""
+    ids = random_ids(2, 12)
+    cache, expected = AvgPathCache(model.config), AvgPathCache(model.config)
+    cache.activate_past_recording()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, cache=cache)
+        model(ids[:, :8], cache=expected)
+    cache.crop(-4)
+    assert_same_state(cache, expected, 2e-2)
+    for name, state in state_of(cache).items():
+        assert state.dtype == state_of(expected)[name].dtype, name
+
+
+def test_asking_again_keeps_the_depth(model):
+    """As generate() does, which records with the default."""
+    cache = AvgPathCache(model.config)
+    for asked, depth in ((None, 128), (300, 300), (None, 300), (20, 20), (None, 20)):
+        cache.activate_past_recording() if asked is None else cache.activate_past_recording(asked)
+        assert {layer.recorded_depth for layer in cache.layers if hasattr(layer, "states")} <= {depth}

@@ -1,5 +1,7 @@
 """What users of a PreTrainedModel try: heads, pipelines, resized vocabularies, dtypes, offloading, generation configs."""
 
+import json
+
 import pytest
 import torch
 from laws.cases import CASES, VOCAB, assert_close, random_ids, tiny_config, tiny_model
@@ -75,6 +77,28 @@ def test_resized_vocabulary(tied):
         model(torch.full((1, 2), VOCAB + 10))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_special_tokens_stay_in_a_vocabulary_that_shrinks(tied, tmp_path):
+    last = {"pad_token_id": VOCAB - 1, "bos_token_id": VOCAB - 3, "eos_token_id": [2, VOCAB - 2]}
+    model = AutoModelForCausalLM.from_config(tiny_config(LAYOUT, tie_word_embeddings=tied, **last)).eval()
+    for name in last:
+        with pytest.raises(
+            ValueError, match=rf"config.{name} is .*{VOCAB - 6}: set model.config.{name} to .* or to None"
+        ):
+            model.resize_token_embeddings(VOCAB - 5)
+        setattr(model.config, name, None)
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == VOCAB
+    with pytest.raises(ValueError, match=rf"generation_config.pad_token_id is {VOCAB - 1}, beyond"):
+        model.resize_token_embeddings(pad_to_multiple_of=8, new_num_tokens=VOCAB - 10)  # 88
+    model.generation_config.pad_token_id, model.generation_config.bos_token_id = 0, 1
+    model.generation_config.eos_token_id = [2, 87]
+    model.resize_token_embeddings(pad_to_multiple_of=8, new_num_tokens=VOCAB - 10)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    output = again.generate(ids := random_ids(2, 4) % 88, attention_mask=torch.ones_like(ids), max_new_tokens=20)
+    assert output.max() < 88 == again.config.vocab_size
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", torch.bfloat16])
 def test_dtypes_by_name(dtype, folder):
     """Parameters take the dtype, but for decays, step sizes and TTT's initial weights, which stay fp32."""
@@ -88,12 +112,23 @@ def test_dtypes_by_name(dtype, folder):
 
 
 def test_mismatched_sizes(folder):
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+    wrong = rf"embed_tokens.weight is \({VOCAB}, 24\) instead of \({VOCAB + 3}, 24\)\. Correct.*ignore_mismatched_sizes"
+    with pytest.raises(RuntimeError, match=wrong):
         AutoModelForCausalLM.from_pretrained(folder, vocab_size=VOCAB + 3)
     model = AutoModelForCausalLM.from_pretrained(folder, vocab_size=VOCAB + 3, ignore_mismatched_sizes=True)
     assert model.lm_head.weight.shape[0] == VOCAB + 3
     kept = AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mixer.q_proj.weight
     assert torch.equal(model.model.layers[0].mixer.q_proj.weight, kept)
+
+
+def test_sizes_in_the_config_that_disagree_with_the_weights(folder):
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**facts, "intermediate_size": 30}))
+    with pytest.raises(RuntimeError) as error:
+        AutoModelForCausalLM.from_pretrained(folder)
+    for words in (str(folder), "model.layers.0.mlp.down_proj.weight is (24, 40) instead of (24, 30)", "and 8 more",
+                  "Correct config.json", "ignore_mismatched_sizes=True"):  # fmt: skip
+        assert words in str(error.value)
 
 
 def test_device_map_auto_with_offload(folder, tmp_path):
@@ -151,7 +186,7 @@ def test_saved_and_loaded_bitwise(case, tmp_path):
 
 
 def test_damaged_checkpoints(tmp_path):
-    """A missing shard and one that was cut short: both are named."""
+    """A missing shard, one that was cut short and an index that was: all are named."""
     tiny_model("all_recurrent").save_pretrained(tmp_path, max_shard_size="20KB")
     *_, second, last = sorted(tmp_path.glob("*.safetensors"))
     content = last.read_bytes()
@@ -162,3 +197,9 @@ def test_damaged_checkpoints(tmp_path):
     second.unlink()
     with pytest.raises(FileNotFoundError, match=second.name):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    second.write_bytes(content)
+    index = tmp_path / "model.safetensors.index.json"
+    for damage in (index.read_text()[:100], "{}"):
+        index.write_text(damage)
+        with pytest.raises(ValueError, match=rf"{index.name} of the checkpoint .*damaged.*Fetch it anew"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)

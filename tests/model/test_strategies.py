@@ -10,7 +10,7 @@ from laws.cases import CASES, assert_close, random_ids, relative_error, tiny_mod
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedTokenizerFast
 from transformers.generation import BaseStreamer
 
 from modeling_avgpath import AvgPathCache, AvgPathForCausalLM
@@ -47,6 +47,32 @@ def test_offloading_between_steps(model):
     assert torch.equal(model.generate(ids, cache_implementation="offloaded", **arguments), expected)
     static = {"cache_implementation": "offloaded_static", "disable_compile": True}
     assert torch.equal(model.generate(ids, **static, **arguments), expected)
+    for extra in ({"prefill_chunk_size": 4}, {"cache": DynamicCache(config=model.config, offloading=True)}):
+        extra.setdefault("cache_implementation", "offloaded") if "cache" not in extra else None
+        assert torch.equal(model.generate(ids, **extra, **arguments), expected)
+
+
+@pytest.mark.parametrize("case", ["softmax_middle", "all_recurrent", "three_cache_kinds", "sliding_softmax"])
+@torch.no_grad()
+def test_an_offloading_cache_moves_each_layer_at_its_turn(case, monkeypatch):
+    """On the device while a layer computes, and in host memory otherwise, but for the one that comes next."""
+    model = tiny_model(case)
+    cache = DynamicCache(config=model.config, offloading=True)
+    ids = random_ids(1, 9)
+    model(ids[:, :4], cache=cache)
+    moves = []
+    for index, layer in enumerate(cache.layers):
+        for verb in ("prefetch", "offload"):
+            monkeypatch.setattr(layer, verb, lambda index=index, verb=verb: moves.append((verb, index)))
+        model.model.layers[index].register_forward_hook(lambda *_, index=index: moves.append(("compute", index)))
+    logits = model(ids[:, 4:], cache=cache).logits
+    assert_close(logits, model(ids).logits[:, 4:])
+    moves = moves[: moves.index(("offload", 2)) + 1 if len(cache.layers) == 3 else None]
+    for index in range(len(cache.layers)):
+        turn = [moves.index((verb, index)) for verb in ("prefetch", "compute", "offload")]
+        assert turn == sorted(turn)
+        following = (index + 1) % len(cache.layers)
+        assert ("prefetch", following) in moves[turn[0] : turn[1]]  # on its way while this one computes
 
 
 def test_beam_sampling_with_cache_equals_without(model):
@@ -140,6 +166,20 @@ def test_layers_kept_on_disk(case, tmp_path):
     assert {parameter.device.type for parameter in split.model.layers[1].parameters()} == {"meta"}
     ids, arguments = padded_prompt()
     assert torch.equal(split.generate(ids, **arguments), model.generate(ids, **arguments))
+    # Taking tokens back runs some again, and a fingerprint looks at all weights: neither in the turn of a layer.
+    ids = random_ids(1, 11).repeat(1, 2)
+    arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+    expected = model.generate(ids, **arguments)
+    assert torch.equal(split.generate(ids, prompt_lookup_num_tokens=3, **arguments), expected)
+    cache = AvgPathCache(split.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        split(ids, cache=cache)
+        cache.crop(-5)
+        cache.save_pretrained(tmp_path / "cache")
+        logits = model(ids[:, 17:], cache=AvgPathCache.from_pretrained(tmp_path / "cache")).logits
+        assert_close(logits, model(ids).logits[:, 17:])
+        assert_close(split(ids[:, 17:], cache=cache).logits, logits)
 
 
 @pytest.mark.parametrize("case", [*CASES])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from peers.peers_common import SHAPE, make_peer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoHybridConfig, OlmoHybridForCausalLM, Qwen3NextConfig
@@ -50,6 +51,7 @@ def nothing_is_built(monkeypatch):
             ["attn", "window_size for all"],
         ),
         ({**DELTA, "attn": {"layers": [7], "num_heads": 4}}, ["attn", "layers 0 ... 3"]),
+        ({**DELTA, "hidden_size": "big"}, ["hidden_size='big'", "int, like 2048"]),
         ({**DELTA, "quantization_config": {"bits": 4}}, ["quantized"]),
         (
             {**DELTA, "model_type": "gated_deltanet", "output_gate_activation": "tanh"},
@@ -116,6 +118,28 @@ def test_weights_are_listed(checkpoint, monkeypatch):
     file.unlink()
     with pytest.raises(ValueError, match="model.safetensors"):
         from_peer(path)
+
+
+def test_files_at_fault_are_named(checkpoint, monkeypatch):
+    path, ours = checkpoint
+    monkeypatch.setattr(AvgPathForCausalLM, "from_pretrained", None)
+    save_torch_state_dict(peer_state_dict(ours, DELTA), path, max_shard_size="50KB")  # instead of the one file
+    shard = sorted(path.glob("model-*.safetensors"))[1]
+    index, config = path / "model.safetensors.index.json", path / "config.json"
+    for file, damage in ((shard, shard.read_bytes()[:40]), (index, b'{"weight_map": {"lm'), (index, b"{}"), (index, b"[]"),
+                         (config, b'{"model_type": '), (config, b"3")):  # fmt: skip
+        content = file.read_bytes()
+        file.write_bytes(damage)
+        with pytest.raises(ValueError, match=rf"{file.name} of .*{path.name} is damaged.*[Ff]etch it anew"):
+            from_peer(path)
+        file.write_bytes(content)
+    for file, words in ((shard, f"{shard.name} of the checkpoint .* is missing.*Fetch it anew"),
+                        (config, f"{path.name} has no config.json.*copy it from")):  # fmt: skip
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(FileNotFoundError, match=words):
+            from_peer(path)
+        file.write_bytes(content)
 
 
 def test_tied_embeddings_must_agree(checkpoint):

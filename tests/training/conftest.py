@@ -24,6 +24,8 @@ SHAPE = {
     "mixer": "gated_delta_net",
     "hybrid_ratio": "3:1",
 }
+# `accelerate launch --cpu` starts several processes by MPI alone; `torchrun` does by itself, for Accelerate told so.
+ON_CPUS = {"ACCELERATE_USE_CPU": "true"}
 LLAMA_SHAPE = {key: SHAPE[key] for key in list(SHAPE)[:7]} | {"model_type": "llama"}
 
 
@@ -65,7 +67,7 @@ class Workplace:
         return subprocess.Popen(
             command,
             cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | (ON_CPUS if launcher else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -84,11 +84,22 @@ def test_folder_text_and_jsonl(tmp_path):
     assert [d.text for d in load_documents(str(tmp_path / "rows.jsonl"), "body")] == ["one"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "second \\ud83d\\ude00"}\n')
+    assert [document.text for document in load_documents(str(tmp_path))] == ["first", "second \N{GRINNING FACE}"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "x"}\n{oops\n', ["a.jsonl, line 2", "not valid JSON"]),
         ("a.jsonl", b'{"body": "x"}\n', ["line 1", "'text'", "its fields are body"]),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\\udc00x"}\n',
+            ["a.jsonl, line 2", "\\udc00 is half of a surrogate pair"],
+        ),
         ("a.txt", b"\xff\xfe", ["not UTF-8"]),
         ("a.txt", b"  \n ", ["holds no text"]),
         ("a.csv", b"x", ["expected a .txt or .jsonl file"]),

@@ -3,6 +3,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws.cases import tiny_model
 from matplotlib import image
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -431,9 +434,10 @@ def test_all_of_it_is_reported(evaluated):
 def test_two_processes_find_the_same(evaluated, workplace):
     result = workplace.run(
         *SMALL, "output_dir=two",
-        launcher=("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(workplace.script)),
+        launcher=("-m", "torch.distributed.run", "--nproc_per_node", "2", str(workplace.script)),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
+    assert result.stdout.count("two/evaluation.md") == 1  # they know of each other
     found = json.loads((workplace.folder / "two" / "evaluation.json").read_text())
     for task in ("phrases", "lookup", "copying"):
         for record, expected in zip(found[task], evaluated[0][task], strict=True):
@@ -518,6 +522,17 @@ def test_mistakes_are_told_in_one_line(arguments, words, run, workplace, capsys)
     assert "Traceback" not in message and not (workplace.folder / "bad" / "evaluation.json").exists()
 
 
+def test_a_checkpoint_that_lacks_weights_is_refused(run, workplace, capsys):
+    """Transformers would fill them with random ones, and the figures would be of nobody's model."""
+    AutoModelForCausalLM.from_pretrained(workplace.folder / "model").save_pretrained(workplace.folder / "holed")
+    file = workplace.folder / "holed" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    assert run("output_dir=bad", "model.path=holed", "model.tokenizer=model", "tasks=perplexity") == 2
+    assert "model.path=holed has no weights for model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err
+
+
 def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
@@ -525,6 +540,12 @@ def test_help_lists_every_field(capsys):
     text = capsys.readouterr().out
     for key, _, _, meaning in recipe_fields(EvaluationRecipe):
         assert key in text and meaning in text
+
+
+def test_the_help_comes_without_the_noise_of_libraries():
+    script = str(REPOSITORY / "training" / "evaluate.py")
+    result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0 and result.stdout.startswith("usage") and result.stderr == ""
 
 
 def test_the_default_recipe_is_sound():

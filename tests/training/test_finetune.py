@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,14 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hub.server import Hub, metadata_errors
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_avgpath import AvgPathConfig, AvgPathForCausalLM
 from training import finetune
+from training.checkpoint import find_damage
 from training.data import train_tokenizer
 from training.examples import DEFAULT_CHAT_TEMPLATE, load_examples, sotu_conversations, split_examples
-from training.finetune import build_trainer, main
+from training.finetune import Cut, build_trainer, count_learnt, main
 from training.recipe import REPOSITORY, ExampleRecipe, FinetuneRecipe, SetupError, load_recipe, recipe_fields
 from training.tracking import read_metrics
 
@@ -156,6 +160,71 @@ def test_all_weights_packed_then_gone_on_with(place, capsys):
     assert all(torch.equal(weight, resumed[name]) for name, weight in model.state_dict().items())
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_a_damaged_checkpoint_is_skipped(place, capsys):
+    """Whatever of the newest one is missing or cut short; the run then is the one that was never disturbed."""
+    assert run("output_dir=whole") == 0
+    newest = place / "whole" / "checkpoints" / "checkpoint-6"
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    assert find_damage(newest) is None and find_damage(newest.with_name("checkpoint-3")) is None
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        content = (newest / name).read_bytes()
+        (newest / name).write_bytes(content[: len(content) // 2])
+        assert find_damage(newest) == f"{name} cannot be read"
+        (newest / name).unlink()
+        assert find_damage(newest).startswith("no ")
+        (newest / name).write_bytes(content)
+    (newest / "optimizer.pt").unlink()
+    before = weights("whole/final")
+    expected = losses("whole")
+    capsys.readouterr()
+    assert run("output_dir=whole", "resume=true") == 0
+    assert "checkpoints/checkpoint-6 is damaged (no optimizer*), so it is skipped" in capsys.readouterr().err
+    assert losses("whole") == expected and list(expected) == [1, 2, 3, 4, 5, 6]
+    assert all(torch.equal(weight, before[name]) for name, weight in weights("whole/final").items())
+    assert find_damage(newest) is None  # written anew
+    for step in (3, 6):
+        Path("whole/checkpoints", f"checkpoint-{step}", "scheduler.pt").unlink()
+    assert run("output_dir=whole", "resume=true") == 2
+    assert "holds no whole checkpoint" in capsys.readouterr().err
+
+
+def test_killed_within_a_checkpoint(place):
+    """SIGKILL with weights and optimiser of the second checkpoint written: the first is gone on from, and the rest goes."""
+    code = (
+        "import os, signal, sys\n"
+        "from training import finetune\n"
+        "whole = finetune.FineTuner._save_rng_state\n"
+        "def save(self, folder):\n"
+        "    if self.state.global_step == 6: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    whole(self, folder)\n"
+        "finetune.FineTuner._save_rng_state = save\n"
+        "finetune.main(['tiny.yaml', 'output_dir=killed', 'train.steps=8'])\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=240)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    checkpoints = Path("killed/checkpoints")
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".partial", "checkpoint-3"]
+    assert (checkpoints / ".partial" / "checkpoint-6" / "optimizer.pt").exists()
+    assert run("output_dir=killed", "resume=true", "train.steps=8") == 0
+    assert run("output_dir=whole", "train.steps=8") == 0
+    assert losses("killed") == losses("whole")
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+
+
+def test_no_going_on_with_other_examples(place, capsys):
+    assert run("output_dir=changed", "train.steps=3") == 0
+    write_lines(place / "chats.jsonl", [*CHATS[1:], CHATS[0]])
+    assert run("output_dir=changed", "resume=true") == 2
+    assert "the training examples (data.path=chats.jsonl" in (message := capsys.readouterr().err)
+    assert "have changed since the run began" in message
+    assert Path("changed/summary.json").exists()  # refused before anything was removed
+
+
 def stop_after(step: int, *arguments: str) -> int:
     """Run the script and send its process SIGTERM while it takes `step`."""
 
@@ -187,6 +256,110 @@ def test_lora_is_an_adapter_and_merges_to_a_plain_model(place, capsys):
     assert "is an adapter, not a model" in capsys.readouterr().err
     assert run("output_dir=further", "model.path=lora") == 2
     assert "did you mean lora/final?" in capsys.readouterr().err
+
+
+def test_what_is_cut_is_told(place, capsys):
+    """A pair that loses its end, and one whose prompt alone is too long, in training; packed and padded alike."""
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    long = " one" * 40
+    pairs = [PAIRS[0], {"prompt": "From:", "completion": long}, {"prompt": long, "completion": " two."}]
+    write_lines(place / "train.jsonl", pairs)
+    write_lines(place / "held_out.jsonl", PAIRS[:2])
+    given = ["data.path=train.jsonl", "data.validation_path=held_out.jsonl", "data.max_length=20", "train.steps=2"]
+    for packing in ("true", "false"):
+        trainer = trainer_of(*given, f"data.packing={packing}")
+        assert trainer.cuts == {"train": Cut(shortened=2, dropped=1), "eval": Cut(shortened=0, dropped=0)}
+        whole = tokenizer(PAIRS[0]["completion"] + "<|endoftext|>")["input_ids"]
+        cut = 20 - len(tokenizer("From:")["input_ids"])
+        assert count_learnt(trainer.train_dataset) == len(whole) + cut
+    assert run("output_dir=cut", *given) == 0
+    sentence = "Cut after 20 tokens: 2 training examples (1 left out, with nothing to learn)."
+    assert sentence in capsys.readouterr().out and sentence in Path("cut/final/README.md").read_text()
+    summary = json.loads(Path("cut/summary.json").read_text())
+    assert summary["cut"] == {"train": {"shortened": 2, "dropped": 1}, "eval": {"shortened": 0, "dropped": 0}}
+
+
+def test_the_first_token_of_a_packed_text_is_not_learnt(place):
+    texts = ["one two three", "four five", "six"]
+    write_lines(place / "texts.jsonl", [{"text": text} for text in texts])
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    lengths = [len(tokenizer(text + "<|endoftext|>")["input_ids"]) for text in texts]
+    for packing in ("true", "false"):
+        arguments = ["data.path=texts.jsonl", "data.validation_every=null", f"data.packing={packing}"]
+        trainer = trainer_of(*arguments, "schedule.warmup_steps=0")
+        assert len(trainer.train_dataset) == (1 if packing == "true" else 3)
+        batch = trainer.data_collator(list(trainer.train_dataset))
+        assert int((batch["labels"][:, 1:] != -100).sum()) == count_learnt(trainer.train_dataset) == sum(lengths) - 3
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, "{% for m in messages %}{% generation %}{{ messages[0]['content'] + eos_token }}{% endgeneration %}{% endfor %}"
+           "{% if messages[0]['role'] == 'x' %}{% endif %}{{ raise_exception('none') if not messages else '' }}"],
+)  # fmt: skip
+def test_a_conversation_that_the_assistant_begins(template, place):
+    """There is nothing to answer to, but the run ends with its card and summary."""
+    write_lines(place / "chats.jsonl", [{"messages": [{"role": "assistant", "content": word}]} for word in WORDS])
+    arguments = ["output_dir=first", "train.steps=2", "data.packing=false", "checkpoint.every_steps=0"]
+    if template is not None:
+        (place / "strict.jinja").write_text(template)
+        arguments.append("data.chat_template=strict.jinja")
+    assert run(*arguments) == 0
+    assert Path("first/sample.txt").read_text().startswith("\n\n")
+    assert Path("first/summary.json").exists() and Path("first/final/README.md").exists()
+
+
+def test_the_snippet_on_a_card_runs(place, capsys):
+    """Of the adapter and of the model, in a directory of their own; both state what was learnt, and no licence of ours."""
+    assert run(
+        "output_dir=lora", "lora.rank=2", "lora.merge=true", "train.steps=2", "checkpoint.every_steps=0",
+        "license=cc-by-4.0", "sample.prompt=From one?",
+    ) == 0  # fmt: skip
+    summary = json.loads(Path("lora/summary.json").read_text())
+    for name, library in (("adapter", "peft"), ("final", "transformers")):
+        card = ModelCard.load(f"lora/{name}/README.md")
+        assert metadata_errors(card.content) == []
+        assert (card.data.library_name, card.data.license, card.data.base_model) == (library, "cc-by-4.0", None)
+        assert (
+            "Weights: `cc-by-4.0`" in card.text and "chats.jsonl" in card.text and "More Information" not in card.text
+        )
+        assert {result.metric_type: result.metric_value for result in card.data.eval_results} == {
+            metric: summary["validation"][metric] for metric in ("loss", "accuracy")
+        }
+        (code,) = re.findall(r"```python\n(.*?)```", card.text, re.S)
+        assert "apply_chat_template" in code and "From one?" in code
+        scope = {}
+        exec(code, scope)
+        assert isinstance(scope["model"], PeftModel if name == "adapter" else AvgPathForCausalLM)
+        assert "<|user|>\nFrom one?\n<|assistant|>" in scope["tokenizer"].decode(scope["inputs"]["input_ids"][0])
+    text = Path("lora/adapter/README.md").read_text()
+    assert f"{summary['trained_parameters']:,} parameters for the avgpath model `base`" in text
+    assert run("output_dir=plain", "train.steps=1", "checkpoint.every_steps=0", "validation.every_steps=0") == 0
+    assert ModelCard.load("plain/final/README.md").data.license is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent", "file"),
+    [([], "final", "model.safetensors"), (["lora.rank=2"], "adapter", "adapter_model.safetensors")],
+)
+def test_sent_to_the_hub(arguments, sent, file, place):
+    script = str(REPOSITORY / "training" / "finetune.py")
+    options = ["output_dir=run", "hub_model_id=counter", "train.steps=1", "checkpoint.every_steps=0", *arguments]
+    with Hub() as hub:
+        result = subprocess.run(
+            [sys.executable, script, "tiny.yaml", *options],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | hub.environment(place / "home"),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert result.returncode == 0, result.stderr
+    files = hub.repositories["tester/counter"].files
+    assert f"sent to {hub.url}/tester/counter" in result.stdout
+    assert {name for name in files if name != ".gitattributes"} == {
+        path.name for path in Path("run", sent).iterdir()
+    } - {"training_state.json"}
+    assert file in files and b'name = "tester/counter"' in files["README.md"]
 
 
 def test_what_is_learnt_of_a_conversation(place):
@@ -238,6 +411,15 @@ def test_the_default_examples_hold_out_whole_years():
         ('{"messages": [{"role": "user"}]}', ["line 2", "turn 1", "'content'"]),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', ["line 2", "no assistant turn", "roles are user"]),
         ('{"prompt": "a", "completion": " "}', ["line 2", "completion is empty"]),
+        (
+            '{"messages": [{"role": "assistant", "content": " "}]}',
+            ["line 2", "turn 1 of 'messages' is an empty answer"],
+        ),
+        (
+            '{"prompt": [], "completion": [{"role": "assistant", "content": "a"}]}',
+            ["line 2", "'prompt' must be a list"],
+        ),
+        ('{"text": "a \\ud800"}', ["line 2", "\\ud800 is half of a surrogate pair"]),
         ('{"prompt": "a", "completion": 3}', ["line 2", "must both be texts"]),
         ('{"text": ""}', ["line 2", "not empty"]),
         ('{"text": "a"}', ["line 2", "text among examples with messages", "line 1"]),
@@ -255,6 +437,13 @@ def test_malformed_lines_are_named(tmp_path, line, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["seed=-1"], ["'seed' must be from 0 to 4294967295, not -1"]),
+        (["license=My own"], ["'license' must be an identifier of the Hub", "not 'My own'"]),
+        (["lora.dora=true"], ["'lora.dora' is True", "no adapter without 'lora.rank'"]),
+        (["lora.merge=true"], ["'lora.merge' is True", "no adapter without 'lora.rank'"]),
+        (["lora.rank=2", "lora.target_modules=A_log"], ["'A_log' is a parameter of its own"]),
+        (["data.max_length=9999"], ["data.max_length=9999 is longer", "max_position_embeddings=8192"]),
+        (["model.path=wordless"], ["model.path=wordless has no tokenizer"]),
         (["model.path=absent"], ["model.path=absent", "no such model folder"]),
         (["model.path=runs/pretrain/final"], ["no such model folder", "python training/pretrain.py makes it"]),
         (["model.path=larger"], ["tokenizer has 332 tokens", "330 rows", "resize_token_embeddings"]),
@@ -278,6 +467,8 @@ def test_mistakes_are_told_in_one_line_before_anything_is_written(arguments, wor
     (place / "picky.jinja").write_text(
         "{% for m in messages if m['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endfor %}"
     )
+    if "model.path=wordless" in arguments:
+        AutoModelForCausalLM.from_pretrained(base).save_pretrained("wordless")
     if "model.path=larger" in arguments:
         tokenizer = AutoTokenizer.from_pretrained(base)
         tokenizer.add_tokens([f"<new{number}>" for number in range(332 - len(tokenizer))])
@@ -303,14 +494,14 @@ def test_the_recipes_and_the_help(capsys):
 
 
 def test_two_processes_take_the_steps_of_one(place):
-    """Started by `accelerate launch`; rows of unequal length, so each process has another number of tokens."""
-    arguments = ["data.packing=false", "train.batch_size=4", "train.steps=2", "checkpoint.every_steps=0"]
+    """Rows of unequal length, so that each process has another number of tokens."""
+    arguments = ["data.packing=false", "train.batch_size=4", "train.steps=2", "checkpoint.every_steps=1"]
     assert run("output_dir=one", *arguments) == 0
     script = str(REPOSITORY / "training" / "finetune.py")
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", script]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", script]
     result = subprocess.run(
         [sys.executable, *launcher, "tiny.yaml", "output_dir=two", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -318,4 +509,8 @@ def test_two_processes_take_the_steps_of_one(place):
     assert result.returncode == 0, result.stderr
     one, two = (json.loads(Path(folder, "summary.json").read_text()) for folder in ("one", "two"))
     assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+    for step in (1, 2):  # with what each process needs to go on
+        checkpoint = Path("two/checkpoints", f"checkpoint-{step}")
+        assert find_damage(checkpoint) is None
+        assert len(list(checkpoint.glob("rng_state_?.pth"))) == 2
     assert two["validation"]["loss"] == pytest.approx(one["validation"]["loss"], rel=1e-4)

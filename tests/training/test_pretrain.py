@@ -187,9 +187,10 @@ def test_two_processes_take_the_steps_of_one(finished, workplace):
     result = workplace.run(
         "output_dir=two",
         "train.mixed_precision=no",
-        launcher=("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(workplace.script)),
+        launcher=("-m", "torch.distributed.run", "--nproc_per_node", "2", str(workplace.script)),
     )
     assert result.returncode == 0, result.stderr
+    assert result.stdout.count("model in two/final") == 1  # they know of each other
     first, second = (read_metrics(path / "metrics.jsonl", "train") for path in (folder, workplace.folder / "two"))
     assert [r["step"] for r in second] == [r["step"] for r in first]
     assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=2e-2)

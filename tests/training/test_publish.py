@@ -26,7 +26,11 @@ def run(hub, workplace):
         for name, value in hub.environment(workplace.folder / "sender").items():
             patch.setenv(name, value)
         result = workplace.run(
-            "output_dir=sent", "hub_model_id=counting", "hub_private_repo=true", "checkpoint.every_steps=0"
+            "output_dir=sent",
+            "hub_model_id=counting",
+            "hub_private_repo=true",
+            "checkpoint.every_steps=0",
+            "license=mit",
         )
     assert result.returncode == 0, result.stderr
     return workplace.folder / "sent", result
@@ -49,6 +53,7 @@ def test_the_card_tells_the_run(run):
     assert metadata_errors((folder / "final" / "README.md").read_text(encoding="utf-8")) == []
     card = ModelCard.load(folder / "final" / "README.md")
     summary = json.loads((folder / "summary.json").read_text())
+    assert card.data.license == "mit"
     assert {result.metric_type: result.metric_value for result in card.data.eval_results} == summary["validation"]
     for words in (
         "# counting", "3 gated_delta_net + 1 softmax", f"{summary['parameters']:,} parameters", "12 of 4 × 32 tokens",
