@@ -582,8 +582,8 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         positions = model_kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] > input_ids.shape[1]:
             raise ValueError(
-                f"Assisted decoding and prompt lookup look at the text that the cache has read, too: of {positions.shape[-1]} "
-                f"tokens input_ids has {input_ids.shape[1]}. Give all of them."
+                "Assisted decoding and prompt lookup look at the text that the cache has read, too: of "
+                f"{positions.shape[-1]} tokens input_ids has {input_ids.shape[1]}. Give all of them."
             )
         generator = super()._get_candidate_generator(
             generation_config, input_ids, *args, model_kwargs=model_kwargs, **kwargs

@@ -129,6 +129,19 @@ def test_bytes_after_10_and_10000_tokens():
             assert after == (before if layer_type == "linear_attention" else 1000 * before)
 
 
+@torch.no_grad()
+def test_every_byte_of_a_hybrid_with_windows_is_constant():
+    """`sliding_softmax`, with its sinks, and recurrent layers: the same bytes from the window on, decoding included."""
+    model = tiny_model("sinks")
+    assert set(model.config.layer_types) == {"sliding_attention", "linear_attention"}
+    cache = AvgPathCache(model.config)
+    model(random_ids(1, model.config.sliding_window), cache=cache)
+    size = cache.nbytes_per_layer
+    for length in (1, 1, 500, 1):
+        model(random_ids(1, length), cache=cache)
+        assert cache.nbytes_per_layer == size
+
+
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
 @torch.no_grad()

@@ -111,3 +111,21 @@ def test_static_with_prompt_lookup_and_beams(case):
             cache = None
         static = {"cache": cache} if cache is not None else {"cache_implementation": "static", "disable_compile": True}
         assert torch.equal(model.generate(ids, **extra, **static, **arguments), expected)
+
+
+@pytest.mark.parametrize("case", ["softmax_last", "three_cache_kinds"])
+@torch.no_grad()
+def test_compiled_with_a_padding_mask(case):
+    """A growing 2-dimensional mask, as one's own loop would give it, goes into one graph per length of the mask only."""
+    model = tiny_model(case)
+    ids, mask = padded_prompt()
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend="eager")
+    logits = [model(ids[:, :8], attention_mask=mask[:, :8], cache=cache).logits]
+    for place in range(8, 12):
+        logits.append(
+            step(input_ids=ids[:, place : place + 1], attention_mask=mask[:, : place + 1], cache=cache).logits
+        )
+    expected = model(ids, attention_mask=mask).logits
+    assert_close(torch.cat(logits, dim=1)[mask.bool()], expected[mask.bool()])
