@@ -13,7 +13,7 @@ from torch import nn
 from .attention import append_tail, take_tail
 from .cache_avgpath import advance
 from .norms import AvgPathRMSNorm, make_qk_norms
-from .op_conv import causal_depthwise_conv
+from .op_conv import causal_conv_silu
 from .readout import AttentionReadout
 
 
@@ -36,7 +36,7 @@ class ShortConv(nn.Conv1d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[R, kernel - 1 + L, C]`, the inputs before the row first; returns `[R, L, C]`."""
-        return F.silu(causal_depthwise_conv(x, self.weight.to(x.dtype)))
+        return causal_conv_silu(x, self.weight)
 
 
 class QueryMap(nn.Module):

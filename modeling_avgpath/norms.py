@@ -3,11 +3,37 @@
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
     """`x` in fp32, or as it is where it already has more."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+class _Normalise(torch.autograd.Function):
+    """x / sqrt(|x|^2 / size + eps), times a weight if there is one; of the forward pass it keeps one number a row."""
+
+    @staticmethod
+    def forward(ctx, x, weight, size, eps):
+        wide = upcast(x)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        ctx.size = size
+        normed = (wide * scale).to(x.dtype)
+        return normed if weight is None else weight * normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, scale = ctx.saved_tensors
+        dy, normed, dweight = upcast(dy), upcast(x) * scale, None
+        if weight is not None:
+            dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            dy = dy * weight
+        along = torch.linalg.vecdot(dy, normed)[..., None].div_(ctx.size)
+        dx = (dy - normed.mul_(along)).mul_(scale)
+        return dx.to(x.dtype), dweight, None, None
 
 
 class AvgPathRMSNorm(nn.Module):
@@ -19,9 +45,7 @@ class AvgPathRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = upcast(x)
-        normed = normed * torch.rsqrt(normed.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return _Normalise.apply(x, self.weight, x.shape[-1], self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -49,5 +73,4 @@ def make_qk_norms(config) -> tuple[AvgPathRMSNorm, AvgPathRMSNorm] | tuple[None,
 
 def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """`x` scaled to unit length over its last axis, in fp32; `eps` under the root keeps a zero vector zero."""
-    scaled = upcast(x)
-    return (scaled * torch.rsqrt(scaled.square().sum(dim=-1, keepdim=True) + eps)).to(x.dtype)
+    return _Normalise.apply(x, None, 1, eps)

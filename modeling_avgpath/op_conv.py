@@ -1,40 +1,51 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
-"""Causal depthwise convolution over time, channels last."""
+"""Causal depthwise convolution over time, channels last, with SiLU."""
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from .norms import upcast
 
-def causal_depthwise_conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y_t = sum_j weight_j x_{t + j} per channel: the last of the kernel's K taps meets the present token.
+
+def causal_conv_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(y), y_t = sum_j weight_j x_{t + j} per channel: the last of the kernel's K taps meets the present token.
 
     Args:
         x: `[B, K - 1 + T, C]`, the K - 1 inputs before the text first.
-        weight: `[C, 1, K]`, in x's dtype.
+        weight: `[C, 1, K]`.
 
     Returns:
-        `[B, T, C]`.
+        `[B, T, C]` in x's dtype; sums are taken in fp32.
     """
-    if x.shape[1] == weight.shape[-1]:  # one token: a product and a sum cost less than a convolution's set-up
-        return (x * weight.squeeze(1).T).sum(dim=1, keepdim=True)
-    return _CausalDepthwiseConv.apply(x, weight)
+    if x.shape[1] == weight.shape[-1]:  # one token: a product and a sum cost less than a sum tap by tap
+        return F.silu((upcast(x) * upcast(weight.squeeze(1).T)).sum(dim=1, keepdim=True)).to(x.dtype)
+    return _CausalConvSiLU.apply(x, weight)
 
 
-class _CausalDepthwiseConv(torch.autograd.Function):
-    """PyTorch's convolution with a backward pass of its own: the built-in one is several times slower on a CPU."""
+class _CausalConvSiLU(torch.autograd.Function):
+    """A sum of shifted rows, tap by tap: on a CPU several times faster than PyTorch's convolution, either way."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return F.conv1d(x.transpose(1, 2), weight, groups=weight.shape[0]).transpose(1, 2)
+        taps = upcast(weight.squeeze(1).T)  # [K, C]
+        length = x.shape[1] - len(taps) + 1
+        y = x[:, :length] * taps[0]
+        for tap in range(1, len(taps)):
+            y.addcmul_(x[:, tap : tap + length], taps[tap])
+        ctx.save_for_backward(x, weight, y)
+        return F.silu(y).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        taps, length = weight.shape[-1], dy.shape[1]
-        padded = F.pad(dy, (0, 0, taps - 1, taps - 1)).transpose(1, 2)
-        dx = F.conv1d(padded, weight.flip(-1), groups=weight.shape[0]).transpose(1, 2)
-        dweight = torch.stack([(dy * x[:, tap : tap + length]).sum((0, 1)) for tap in range(taps)], dim=-1)
-        return dx, dweight.unsqueeze(1)
+        x, weight, y = ctx.saved_tensors
+        taps, length = upcast(weight.squeeze(1).T), y.shape[1]
+        dy = torch.ops.aten.silu_backward(upcast(dy), y)
+        dx = torch.zeros(x.shape, dtype=dy.dtype, device=dy.device)
+        dweight, product = [], torch.empty_like(dy)  # one buffer: fresh memory costs more than the product
+        for tap in range(len(taps)):
+            dx[:, tap : tap + length].addcmul_(dy, taps[tap])
+            dweight.append(torch.mul(dy, x[:, tap : tap + length], out=product).sum((0, 1)))
+        dweight = torch.stack(dweight, dim=-1)
+        return dx.to(x.dtype), dweight.unsqueeze(1).to(weight.dtype)

@@ -3,8 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from laws.cases import relative_error
 
-from modeling_avgpath.op_conv import causal_depthwise_conv
+from modeling_avgpath.op_conv import causal_conv_silu
+
+
+def reference(x, weight):
+    return F.silu(F.conv1d(x.transpose(1, 2), weight, groups=len(weight)).transpose(1, 2))
 
 
 @pytest.mark.parametrize("taps", [1, 2, 4])
@@ -12,8 +17,7 @@ from modeling_avgpath.op_conv import causal_depthwise_conv
 def test_against_conv1d(taps, length):
     x = torch.randn(3, taps - 1 + length, 10, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(10, 1, taps, dtype=torch.float64, requires_grad=True)
-    expected = F.conv1d(x.transpose(1, 2), weight, groups=10).transpose(1, 2)
-    actual = causal_depthwise_conv(x, weight)
+    expected, actual = reference(x, weight), causal_conv_silu(x, weight)
     torch.testing.assert_close(actual, expected)
     gradient = torch.randn_like(expected)
     for got, wanted in zip(
@@ -22,3 +26,20 @@ def test_against_conv1d(taps, length):
         strict=True,
     ):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 67])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_taken_in_fp32(length, weight_dtype):
+    """Of bf16 inputs, with weights in bf16 or, as under autocast, in fp32: one rounding, of the result."""
+    x = torch.randn(2, 3 + length, 16).bfloat16().requires_grad_()
+    weight = torch.randn(16, 1, 4).to(weight_dtype).requires_grad_()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    actual, expected = causal_conv_silu(x, weight), reference(*exact)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-6)
+    gradient = torch.randn_like(actual)
+    got = torch.autograd.grad(actual, (x, weight), gradient)
+    wanted = torch.autograd.grad(expected, exact, gradient.double())
+    for tensor, ours, theirs in zip((x, weight), got, wanted, strict=True):
+        assert ours.dtype == tensor.dtype and relative_error(ours, theirs) < 2**-8
