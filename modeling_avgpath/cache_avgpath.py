@@ -19,7 +19,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from .alignment import Alignment, align_padding
-from .cache_files import model_fingerprint, read_cache, weight_versions, write_cache
+from .cache_files import is_unchanged, model_fingerprint, read_cache, weights_glimpse, write_cache
 from .configuration_avgpath import AvgPathConfig, parse_mixer_spec
 
 # Tokens that can be taken back while the past is recorded, unless said otherwise.
@@ -441,6 +441,14 @@ def cache_fields(config) -> dict[str, object]:
     return {name: getattr(config, name) for name in CACHE_FIELDS}
 
 
+def check_positive(name: str, value: int) -> None:
+    """Raises unless `value` is an integer of at least one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
 def check_count(tokens_to_remove: int) -> None:
     """Raises unless this is what `crop` takes: zero, or minus a number of tokens."""
     try:
@@ -499,6 +507,46 @@ def map_tensors(layer, function: Callable[[torch.Tensor], torch.Tensor]) -> None
 class StateKeeper:
     """What the caches of AvgPath models do beyond those of Transformers; a mixin over one of them."""
 
+    def _forget_model(self) -> None:
+        self._fingerprint: str | None = None  # as loaded or once asked for
+        self._model: weakref.ref | None = None  # the model that fills the cache
+        self._glimpse = None  # of its weights
+
+    def bind(self, model) -> None:
+        """Remember the model that fills this cache.
+
+        Raises:
+            ValueError: another model, with other weights, has filled it.
+        """
+        if self._model is not None and self._model() is model:
+            return
+        if int(self.get_seq_length()) == 0:
+            self._forget_model()
+        elif self.fingerprint is not None and self.fingerprint != model_fingerprint(model):
+            raise ValueError(
+                "The cache was filled by a model with other weights or another dtype: its states mean nothing to this "
+                "one. Use it with the model that filled it, or read the text again."
+            )
+        self._model, self._glimpse = weakref.ref(model), weights_glimpse(model)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """That of the model that filled the cache, `None` for a cache that has read nothing.
+
+        Raises:
+            ValueError: that model is gone, or its weights have changed since.
+        """
+        if self._fingerprint is None and self._model is not None:
+            model = self._model()
+            if model is None or not is_unchanged(model, self._glimpse):
+                raise ValueError(
+                    f"The model that filled this cache {'is gone' if model is None else 'has other weights by now'}, so "
+                    "nothing can tell any more to which weights the cache belongs: save it, pickle it or hand it to an "
+                    "equal model while the model that filled it is there and unchanged."
+                )
+            self._fingerprint = model_fingerprint(model)
+        return self._fingerprint
+
     def activate_past_recording(self, depth: int | None = None) -> None:
         """From now on keep what it takes to take back the last `depth` tokens with `crop`.
 
@@ -507,8 +555,8 @@ class StateKeeper:
         Args:
             depth: by default as many as before, or 128.
         """
-        if depth is not None and depth < 1:
-            raise ValueError(f"depth, the number of tokens that can be taken back, must be at least 1; got {depth}.")
+        if depth is not None:
+            check_positive("depth, the number of tokens that can be taken back,", depth)
         for layer in self.layers:
             if hasattr(layer, "states"):
                 layer.activate_past_recording(depth)
@@ -544,10 +592,9 @@ class StateKeeper:
         """Every row `repeats` times in a row.
 
         Raises:
-            ValueError: `repeats` is less than one.
+            TypeError, ValueError: `repeats` is no integer, or less than one.
         """
-        if repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {repeats}.")
+        check_positive("repeats", repeats)
         for layer in self.layers:
             map_tensors(layer, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
@@ -572,6 +619,14 @@ class StateKeeper:
             raise IndexError(f"The cache holds {rows} rows; the rows to keep are {indices.tolist()}.")
         for layer in self.layers:
             map_tensors(layer, lambda tensor: tensor[indices.to(tensor.device)])
+
+    def __getstate__(self) -> dict:
+        if self.offloading:
+            raise TypeError(
+                "An offloading cache holds a stream of its device and cannot be pickled: use save_pretrained."
+            )
+        # A pickled cache cannot point at its model; the fingerprint stays.
+        return {**self.__dict__, "_fingerprint": self.fingerprint, "_model": None, "_glimpse": None}
 
     def fork(self):
         """An independent copy: what is done to one leaves the other as it is. Gradients flow through both."""
@@ -628,48 +683,8 @@ class AvgPathCache(StateKeeper, DynamicCache):
         self.fields = cache_fields(config)
         self._forget_model()
 
-    def _forget_model(self) -> None:
-        self._fingerprint: str | None = None  # as loaded or once asked for
-        self._model: weakref.ref | None = None  # the model that fills the cache, and the versions of its weights
-        self._versions: list[tuple] = []
-
-    def bind(self, model) -> None:
-        """Remember the model that fills this cache.
-
-        Raises:
-            ValueError: another model has filled it, or this one before its weights changed hands.
-        """
-        if self._model is not None and self._model() is model:
-            return
-        if self.get_seq_length() == 0:
-            self._forget_model()
-        elif self.fingerprint is not None and self.fingerprint != model_fingerprint(model):
-            raise ValueError(
-                "The cache was filled by a model with other weights or another dtype: its states mean nothing to this "
-                "one. Use it with the model that filled it, or read the text again."
-            )
-        self._model, self._versions = weakref.ref(model), weight_versions(model)
-
-    @property
-    def fingerprint(self) -> str | None:
-        """That of the model that filled the cache, `None` for a cache that has read nothing.
-
-        Raises:
-            ValueError: that model is gone, or its weights have changed since.
-        """
-        if self._fingerprint is None and self._model is not None:
-            model = self._model()
-            if model is None or weight_versions(model) != self._versions:
-                raise ValueError(
-                    f"The model that filled this cache {'is gone' if model is None else 'has other weights by now'}, so "
-                    "nothing can tell any more to which weights the cache belongs: save it, pickle it or hand it to an "
-                    "equal model while the model that filled it is there and unchanged."
-                )
-            self._fingerprint = model_fingerprint(model)
-        return self._fingerprint
-
     def save_pretrained(self, folder: str | os.PathLike) -> None:
-        """Save the cache to `folder` (safetensors and JSON), with a fingerprint of the model that filled it.
+        """Save the cache to `folder`, in one safetensors file, with a fingerprint of the model that filled it.
 
         What was recorded to take tokens back is not saved.
         """
@@ -702,13 +717,17 @@ class AvgPathCache(StateKeeper, DynamicCache):
                 layer.keys, layer.values = states["keys"], states["values"]
         return cache
 
-    def __getstate__(self) -> dict:
-        # A pickled cache cannot point at its model; the fingerprint stays.
-        return {**self.__dict__, "_model": None, "_versions": [], "_fingerprint": self.fingerprint}
-
 
 class AvgPathStaticCache(StateKeeper, StaticCache):
     """What a `StaticCache` becomes when an AvgPath model takes it: rooms for keys, and states that are written in place."""
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Refused: most of a static cache is room for tokens to come.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("Static caches are not saved: read the text into an AvgPathCache(config), and save that.")
 
 
 def record_at_least(cache: Cache, num_tokens: int) -> None:
@@ -798,11 +817,9 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
         cache.layer_class_to_replicate = None
     cache.layers, cache.fields = layers, fields
     # From here on it can do, and checks, what ours does: the object that its owner holds becomes one.
-    if type(cache) is DynamicCache:
-        cache.__class__ = AvgPathCache
+    if type(cache) in (DynamicCache, StaticCache):
+        cache.__class__ = AvgPathCache if type(cache) is DynamicCache else AvgPathStaticCache
         cache._forget_model()
-    elif type(cache) is StaticCache:
-        cache.__class__ = AvgPathStaticCache
 
 
 def enter_turn(cache: Cache | None, index: int) -> None:

@@ -35,14 +35,23 @@ def model_fingerprint(model) -> str:
     return digest.hexdigest()
 
 
-def weight_versions(model) -> list[tuple]:
-    """What changes when parameters of a model are written or replaced; costs no look at the weights."""
-    return [
-        (tensor.data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0, tensor._version)
-        for parameter in model.parameters()
-        for tensor in stored_tensors(parameter)
-        if not tensor.is_inference()
-    ]
+def weights_glimpse(model) -> tuple[list, list[torch.Tensor]]:
+    """What changes when parameters of a model are written or replaced: places and version counters, and the last value of
+    each, which writes to `.data` do not hide from. Nothing is read back from the device."""
+    versions, values = [], {}
+    for parameter in model.parameters():
+        for tensor in stored_tensors(parameter.detach()):
+            if hasattr(tensor, "full_tensor") or tensor.is_meta or not tensor.numel():
+                continue
+            versions.append((tensor.data_ptr(), None if tensor.is_inference() else tensor._version))
+            values.setdefault((tensor.dtype, tensor.device), []).append(tensor[(-1,) * tensor.ndim])
+    return versions, [torch.stack(group) for group in values.values()]
+
+
+def is_unchanged(model, glimpse: tuple[list, list[torch.Tensor]]) -> bool:
+    """Whether the weights are those of an earlier glimpse, as far as one can tell without reading all."""
+    versions, values = weights_glimpse(model)
+    return versions == glimpse[0] and all(map(torch.equal, values, glimpse[1]))
 
 
 def stored_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
@@ -86,6 +95,8 @@ def _offloaded_weight(model, name: str, weight: torch.Tensor) -> torch.Tensor:
 def write_cache(folder: str | os.PathLike, tensors: dict[str, torch.Tensor], facts: dict) -> None:
     """Write `tensors` and JSON-ready `facts` into `folder`, made if need be; they appear together or not at all."""
     folder = Path(folder)
+    if folder.is_file():
+        raise NotADirectoryError(f"A cache is saved into a folder, and {folder} is a file: give another path.")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     document = json.dumps({"format": FORMAT, **facts, "checksums": _checksums(tensors)}, sort_keys=True)
@@ -102,11 +113,15 @@ def read_cache(folder: str | os.PathLike, device: str | torch.device) -> tuple[d
     """What `write_cache` wrote, with the tensors on `device`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError, NotADirectoryError: there is no such file.
         ValueError: it was cut short, changed since, or written in a format that this version does not know.
         RuntimeError: there is no such device.
     """
     device = torch.device(device)
+    if Path(folder).is_file():
+        raise NotADirectoryError(
+            f"A cache is loaded from its folder, and {folder} is a file: give {Path(folder).parent}."
+        )
     file = Path(folder, CACHE_FILE)
     if not file.is_file():
         raise FileNotFoundError(

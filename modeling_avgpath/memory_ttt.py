@@ -72,8 +72,9 @@ class TTTMixer(RecurrentMixer):
             init.zeros_(self.ttt_norm_bias)
 
     def gates(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = F.linear(upcast(hidden_states), upcast(self.learnable_ttt_lr_weight.squeeze(1)))
-        rate = torch.sigmoid(logits + upcast(self.learnable_ttt_lr_bias.squeeze(1)))
+        hidden_states = upcast(hidden_states)
+        weight, bias = self.learnable_ttt_lr_weight.squeeze(1), self.learnable_ttt_lr_bias.squeeze(1)
+        rate = torch.sigmoid(F.linear(hidden_states, weight.to(hidden_states.dtype)) + bias.to(hidden_states.dtype))
         return {"eta": rate * (self.base_lr / self.key_dim)}
 
     def inner_arguments(self, num_reads: int, gates, states, lengths, output_states: bool) -> dict:

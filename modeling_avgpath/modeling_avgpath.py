@@ -254,7 +254,8 @@ class AvgPathPreTrainedModel(PreTrainedModel):
         """`PreTrainedModel.save_pretrained`, of weights in torchao's int8 too, loaded ones included.
 
         Raises:
-            ValueError: the weights were quantized otherwise than by a `quantization_config`. Nothing is written then.
+            ValueError: the weights were quantized otherwise than by a `quantization_config`, or lie beneath PEFT's adapters.
+                Nothing is written then.
         """
         quantizer = getattr(self, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.TORCHAO:
@@ -262,6 +263,11 @@ class AvgPathPreTrainedModel(PreTrainedModel):
             kwargs.setdefault("save_original_format", False)
         elif quantizer is None and kwargs.get("state_dict") is None and not self._hf_peft_config_loaded:
             for name, parameter in self.named_parameters():
+                if ".base_layer." in name:
+                    raise ValueError(
+                        f"{name} lies beneath one of PEFT's adapters, under a name that no model loads: save the adapter by "
+                        "the PeftModel's save_pretrained, or what its merge_and_unload() returns."
+                    )
                 if type(parameter.data).__module__.startswith("torchao."):
                     raise ValueError(
                         f"{name} is torchao's {type(parameter.data).__name__}, which save_pretrained can only write for "
@@ -361,7 +367,9 @@ class AvgPathModel(AvgPathPreTrainedModel):
                 cache.bind(self)
         past_length = cache.get_seq_length() if cache is not None else 0
 
-        mask, is_real = self._split_mask(attention_mask, batch_size, past_length, length)
+        mask, is_real = self._split_mask(
+            attention_mask, batch_size, past_length, length, may_be_longer=isinstance(cache, StaticCache)
+        )
         has_own_mask = isinstance(mask, torch.Tensor) and mask.ndim == 4 and not isinstance(attention_mask, dict)
         starts = self._find_documents(
             cu_seq_lens_q, seq_idx, position_ids, cache, is_real, has_own_mask, (batch_size, length)
@@ -396,6 +404,12 @@ class AvgPathModel(AvgPathPreTrainedModel):
         for index, layer in enumerate(self.layers):
             replays = layer.gradient_checkpointing and self.training and torch.is_grad_enabled()
             advanced = [] if replays and cache is not None else None
+            is_reentrant = replays and getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
+            if is_reentrant and cache is not None and int(past_length) > 0:
+                raise ValueError(
+                    "Reentrant activation checkpointing runs layers without a graph first, which cuts gradients through the "
+                    "cache: use model.gradient_checkpointing_enable({'use_reentrant': False})."
+                )
             enter_turn(cache, index)
             hidden_states = layer(
                 hidden_states,
@@ -434,8 +448,14 @@ class AvgPathModel(AvgPathPreTrainedModel):
                     f"{int(low)} to {int(high)}: the tokenizer may not belong to this model, or labels (-100) were given."
                 )
 
-    def _split_mask(self, attention_mask, batch_size: int, past_length: int | torch.Tensor, length: int):
-        """The mask for softmax layers, and `[B, T]` bool of what is real among the present tokens (`None`: all)."""
+    def _split_mask(
+        self, attention_mask, batch_size: int, past_length: int | torch.Tensor, length: int, may_be_longer: bool
+    ):
+        """The mask for softmax layers, and `[B, T]` bool of what is real among the present tokens (`None`: all).
+
+        Args:
+            may_be_longer: whether a mask may also cover tokens to come, as far as a static cache has room.
+        """
         if isinstance(attention_mask, dict):
             mask, padding = attention_mask.get("full_attention"), attention_mask.get("linear_attention")
         else:
@@ -452,8 +472,11 @@ class AvgPathModel(AvgPathPreTrainedModel):
         if torch.compiler.is_compiling() and length == 1:  # a token that was just generated is no padding
             return mask, None
         # A mask prepared per layer type covers the present tokens only.
-        expected = (batch_size, length if isinstance(attention_mask, dict) else int(past_length) + length)
-        if tuple(padding.shape) != expected:
+        past_length = 0 if isinstance(attention_mask, dict) else int(past_length)
+        expected = (batch_size, past_length + length)
+        if tuple(padding.shape) != expected and not (
+            may_be_longer and padding.shape[0] == batch_size and padding.shape[1] > expected[1]
+        ):
             past = f" ({expected[1] - length} cached + {length} new)" if expected[1] > length else ""
             raise ValueError(
                 f"attention_mask must have shape (batch, tokens) = {expected}{past}, got {tuple(padding.shape)}."
@@ -463,7 +486,7 @@ class AvgPathModel(AvgPathPreTrainedModel):
                 "A 2-dimensional attention_mask is 1 at real tokens and 0 at padding; negative values look like an additive "
                 "mask, in which 0 means real."
             )
-        is_real = padding[:, -length:].bool()
+        is_real = padding[:, past_length : past_length + length].bool()
         return mask, None if bool(is_real.all()) else is_real
 
     def _find_documents(
@@ -486,7 +509,8 @@ class AvgPathModel(AvgPathPreTrainedModel):
     def _count_positions(attention_mask, past_length: int | torch.Tensor, length: int, device) -> torch.Tensor:
         """Position of each token, `[B or 1, T]`, counted in real tokens."""
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:].to(device)
+            positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0).to(device)
+            return positions[:, torch.arange(length, device=device) + past_length]
         # Added, not a bound of the range: a static cache counts in a tensor.
         return (torch.arange(length, device=device) + past_length)[None]
 
@@ -579,6 +603,8 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
                 "model's config for a while, which here also says what each layer mixes by: give a draft as "
                 "assistant_model, or prompt_lookup_num_tokens."
             )
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("Assisted decoding and prompt lookup draft from input_ids: leave inputs_embeds out.")
         positions = model_kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] > input_ids.shape[1]:
             raise ValueError(
@@ -593,8 +619,12 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         @functools.wraps(draft)
         def get_candidates(input_ids, **kwargs):
             candidates, logits = draft(input_ids, **kwargs)
-            record_at_least(model_kwargs["cache"], candidates.shape[1] - input_ids.shape[1])
-            return candidates, logits
+            # One token follows the last drafted one; further ones would go beyond the end, and beyond a static cache.
+            length = min(
+                candidates.shape[1] - input_ids.shape[1], generation_config.max_length - input_ids.shape[1] - 1
+            )
+            record_at_least(model_kwargs["cache"], length)
+            return candidates[:, : input_ids.shape[1] + length], logits if logits is None else logits[:, :length]
 
         generator.get_candidates = get_candidates
         return generator
@@ -609,10 +639,12 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, cache=None, attention_mask=None, inputs_embeds=None, **kwargs
     ):
-        if kwargs.get("is_first_iteration") and next_sequence_length is None and cache is not None:
+        positions = kwargs.get("position_ids")
+        if kwargs.get("is_first_iteration") and positions is not None and cache is not None:
             given = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-            positions = kwargs.get("position_ids")
-            if positions is not None and positions.shape[-1] == given and not positions[..., 0].any():
+            if positions.shape[-1] > given:  # what the cache has read is left out
+                next_sequence_length = None
+            elif next_sequence_length is None and not positions[..., 0].any():
                 # The text from its start, as assisted decoding gives it, whatever the cache has read of it.
                 next_sequence_length = given - int(cache.get_seq_length())
         inputs = super().prepare_inputs_for_generation(

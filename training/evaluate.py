@@ -34,7 +34,7 @@ from transformers import (
 from modeling_avgpath import AvgPathForCausalLM  # also registers model_type avgpath
 from modeling_avgpath.cache_files import stored_tensors
 from training.data import Document, load_documents, split_documents
-from training.modeling import count_parameters, load_causal_lm
+from training.modeling import count_parameters, load_causal_lm, refuse_adapter
 from training.perplexity import DocumentScores, count_bytes, score_carried, score_windows, summarise
 from training.probes import (
     MeasurementError,
@@ -75,6 +75,7 @@ def check_output(recipe: EvaluationRecipe) -> Path:
 def find_model(recipe: EvaluationRecipe) -> str:
     """The model's folder or Hub name; raises `SetupError` where it can be neither."""
     path = Path(recipe.model.path).expanduser()
+    refuse_adapter(recipe.model.path)
     if path.is_dir():
         return str(path)
     if recipe.model.path.count("/") != 1 or recipe.model.path.startswith((".", "/", "~")):

@@ -65,7 +65,7 @@ from training.examples import (
     split_examples,
 )
 from training.machine import choose_precision, keep_freed_memory, split_batch
-from training.modeling import count_parameters, load_causal_lm
+from training.modeling import count_parameters, load_causal_lm, refuse_adapter
 from training.optimization import build_optimizer, build_schedule
 from training.probes import position_limit
 from training.publish import open_repository, upload_model
@@ -100,10 +100,7 @@ def load_base(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         SetupError: no model is there, it lacks weights or a tokenizer, or the tokenizer has more tokens than it.
     """
     folder = Path(path).expanduser()
-    if (folder / "adapter_config.json").exists():
-        raise SetupError(
-            f"model.path={path} is an adapter, not a model: write one with lora.merge=true and start from that"
-        )
+    refuse_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
         inner = next((name for name in ("final", "merged") if (folder / name / "config.json").exists()), None)
         raise SetupError(
@@ -505,6 +502,8 @@ def build_trainer(recipe: FinetuneRecipe) -> tuple[FineTuner, list[Example], lis
     """
     examples, held_out = split_examples(recipe.data)
     model, tokenizer = load_base(recipe.model.path)
+    if recipe.lora.rank is None and getattr(model, "is_quantized", False):
+        raise SetupError(f"model.path={recipe.model.path} is quantised, and only adapters train on it: give lora.rank")
     limit = position_limit(model.config)
     if limit is not None and recipe.data.max_length > limit:
         raise SetupError(

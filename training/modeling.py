@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ def build_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def refuse_adapter(path: str) -> None:
+    """Raises `SetupError` if `model.path` is the folder of an adapter, which is no model."""
+    if (Path(path).expanduser() / "adapter_config.json").exists():
+        raise SetupError(
+            f"model.path={path} is an adapter, not a model: write one with lora.merge=true and start from that"
+        )
 
 
 def load_causal_lm(source: str, **options: Any) -> PreTrainedModel:

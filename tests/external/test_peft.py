@@ -245,3 +245,13 @@ def test_prefixes_of_keys_and_values(case):
     for run in (model, lambda **inputs: model.eval().generate(**inputs, max_new_tokens=2)):
         with pytest.raises(ValueError, match="(?s)prefix tuning.*use prompt tuning, LoRA or DoRA"):
             run(input_ids=ids)
+
+
+def test_what_lies_beneath_adapters_is_not_saved(tmp_path):
+    model = tiny_model("softmax_middle")
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(ValueError, match="base_layer.* beneath one of PEFT's adapters.*merge_and_unload"):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    wrapped.merge_and_unload().save_pretrained(tmp_path / "model")

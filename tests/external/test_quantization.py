@@ -103,6 +103,22 @@ def test_weights_quantized_behind_the_back_are_refused_before_anything_is_writte
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")) is AvgPathForCausalLM
 
 
+def test_adapters_train_on_int8_under_autocast(folder):
+    """As LoRA on a quantised checkpoint does: gradients near those without autocast, on the CPU."""
+    peft = pytest.importorskip("peft", reason="the extra `finetune` is not installed")
+    ids, gradients = random_ids(2, 37), []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=int8())
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
+    assert gradients[0].abs().sum() > 0
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.8  # bf16 moves those of mesa_net most, int8 or not
+
+
 @torch.no_grad()
 def test_precision_below_fp32_keeps_decay_and_inner_weights(tmp_path):
     tiny_model("all_recurrent").save_pretrained(tmp_path)

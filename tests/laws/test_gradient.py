@@ -94,3 +94,13 @@ def test_checkpointed_states_advance_once(model):
     more = random_ids(1, 3, seed=9)
     with torch.no_grad():
         assert_close(model(more, cache=cache).logits, model(more, cache=plain_cache).logits, 1e-5)
+
+
+def test_reentrant_checkpoints_cannot_go_through_a_cache(model):
+    ids = random_ids(1, 9)
+    model.train().activation_checkpointing_enable({"use_reentrant": True})
+    cache = AvgPathCache(model.config)
+    model(ids, cache=cache)
+    with pytest.raises(ValueError, match="use_reentrant': False"):
+        model(ids, cache=cache)
+    assert cache.get_seq_length() == 9

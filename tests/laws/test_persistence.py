@@ -11,24 +11,25 @@ import pytest
 import torch
 from laws.cases import random_ids, state_of, tiny_model
 from safetensors.torch import save_file
+from transformers import DynamicCache, StaticCache
 
 from modeling_avgpath import AvgPathCache
 from modeling_avgpath.cache_files import CACHE_FILE
 
 
 @torch.no_grad()
-def filled(model, length: int = 13):
+def filled(model, make=AvgPathCache):
     """A cache that has read two rows, one of them padded."""
-    cache = AvgPathCache(model.config)
-    mask = torch.ones(2, length, dtype=torch.long)
+    cache = make(model.config)
+    mask = torch.ones(2, 13, dtype=torch.long)
     mask[0, :4] = 0
-    model(random_ids(2, length), attention_mask=mask, cache=cache)
+    model(random_ids(2, 13), attention_mask=mask, cache=cache)
     return cache
 
 
 @torch.no_grad()
 def continued(model, cache) -> torch.Tensor:
-    past = cache.get_seq_length()
+    past = int(cache.get_seq_length())
     mask = torch.ones(2, past + 6, dtype=torch.long)
     mask[0, :4] = 0
     return model(random_ids(2, 6, seed=5), attention_mask=mask, cache=cache).logits
@@ -98,6 +99,14 @@ def test_pickle(model, case):
     with pytest.raises(ValueError, match="other weights"):
         continued(tiny_model(case, seed=1), twin)
     assert torch.equal(continued(model, twin), continued(model, cache))
+
+
+def test_what_is_neither_pickled_nor_saved(tmp_path):
+    model = tiny_model("softmax_middle")
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(filled(model, lambda config: DynamicCache(config=config, offloading=True)))
+    with pytest.raises(TypeError, match="AvgPathCache"):
+        filled(model, lambda config: StaticCache(config, 30)).save_pretrained(tmp_path)
 
 
 def test_reset_keeps_recording(model):
@@ -171,12 +180,27 @@ def test_which_weights_filled_a_cache(tmp_path):
     continued(tiny_model("softmax_middle"), AvgPathCache.from_pretrained(tmp_path))
 
 
-def test_a_cache_in_memory_is_refused_by_other_weights():
-    model, equal, other = (tiny_model("softmax_middle", seed=seed) for seed in (0, 0, 1))
+def test_writes_behind_the_back_are_noticed(tmp_path):
+    """As PEFT merges adapters: through `.data`, which counts no version."""
+    model = tiny_model("softmax_last")
     cache = filled(model)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    with pytest.raises(ValueError, match="has other weights by now"):
+        cache.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [AvgPathCache, lambda config: DynamicCache(config=config, offloading=True), lambda config: StaticCache(config, 30)],
+    ids=["dynamic", "offloaded", "static"],
+)
+def test_a_cache_in_memory_is_refused_by_other_weights(make):
+    model, equal, other = (tiny_model("softmax_middle", seed=seed) for seed in (0, 0, 1))
+    cache = filled(model, make)
     with pytest.raises(ValueError, match="other weights"):
         continued(other, cache)
-    assert cache.get_seq_length() == 13
+    assert int(cache.get_seq_length()) == 13
     assert continued(equal, cache).isfinite().all()
     cache.reset()
     assert continued_from_nothing(other, cache).isfinite().all()
@@ -236,6 +260,9 @@ def test_files_of_another_kind_are_refused(tmp_path):
         AvgPathCache.from_pretrained(tmp_path)
     model = tiny_model("softmax")
     filled(model).save_pretrained(tmp_path)
+    for call in (AvgPathCache.from_pretrained, filled(model).save_pretrained):
+        with pytest.raises(NotADirectoryError, match=f"{CACHE_FILE} is a file"):
+            call(tmp_path / CACHE_FILE)
     with pytest.raises(RuntimeError, match="nonsense"):
         AvgPathCache.from_pretrained(tmp_path, device="nonsense")
     newer = json.dumps({"format": 99})

@@ -144,8 +144,10 @@ def test_what_is_recorded_does_not_grow_with_the_text(model):
 
 
 def test_depth_must_be_positive(model):
-    with pytest.raises(ValueError, match="at least 1; got 0"):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
         AvgPathCache(model.config).activate_past_recording(0)
+    with pytest.raises(TypeError, match="must be an integer, got 2.5"):
+        AvgPathCache(model.config).activate_past_recording(2.5)
 
 
 @torch.no_grad()

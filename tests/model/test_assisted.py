@@ -105,6 +105,27 @@ def test_a_text_that_does_not_go_on_beyond_the_cache(case):
         model.generate(ids[:, :3], attention_mask=longer, cache=cache, prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_embeddings(case):
+    """Of the new tokens alone, or of all; drafts need the ids."""
+    model = tiny_model(case)
+    ids = random_ids(2, 9)
+    embeddings, mask = model.get_input_embeddings()(ids).detach(), torch.ones_like(ids)
+    greedy = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW)[:, 9:]
+    for start in (0, 5, 8):
+        cache = AvgPathCache(model.config)
+        with torch.no_grad():
+            model(ids[:, :5], cache=cache)
+            if start == 8:
+                model(ids[:, 5:8], cache=cache)
+        output = model.generate(
+            inputs_embeds=embeddings[:, start:], attention_mask=mask, cache=cache, do_sample=False, max_new_tokens=NEW
+        )
+        assert torch.equal(output, greedy)
+    with pytest.raises(ValueError, match="leave inputs_embeds out"):
+        model.generate(ids[:1], inputs_embeds=embeddings[:1], prompt_lookup_num_tokens=3)
+
+
 @pytest.mark.parametrize("case", ["softmax_middle", "three_cache_kinds"])
 @pytest.mark.parametrize("depth", [None, 4])
 def test_drafts_longer_than_what_is_recorded_by_default(case, depth):

@@ -99,7 +99,7 @@ def test_special_tokens_stay_in_a_vocabulary_that_shrinks(tied, tmp_path):
     assert output.max() < 88 == again.config.vocab_size
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float64", torch.bfloat16])
 def test_dtypes_by_name(dtype, folder):
     """Parameters take the dtype, but for decays, step sizes and TTT's initial weights, which stay fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)

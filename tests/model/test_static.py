@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from laws.cases import CASES, assert_close, random_ids, tiny_model
+from laws.cases import CASES, LAYOUTS, assert_close, random_ids, tiny_model
 from transformers import CompileConfig, StaticCache
 
 NEW = 14
@@ -105,27 +105,45 @@ def test_static_with_prompt_lookup_and_beams(case):
     arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
     for extra in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 3}):
         expected = model.generate(ids, **extra, **arguments)
-        # Room for the drafts that are taken back: Transformers itself makes none.
-        cache = StaticCache(config=model.config, max_cache_len=60)
-        if "num_beams" in extra:
-            cache = None
-        static = {"cache": cache} if cache is not None else {"cache_implementation": "static", "disable_compile": True}
+        static = {"cache_implementation": "static", "disable_compile": True}
         assert torch.equal(model.generate(ids, **extra, **static, **arguments), expected)
 
 
-@pytest.mark.parametrize("case", ["softmax_last", "three_cache_kinds"])
+@pytest.mark.parametrize("case", [*LAYOUTS, "sliding_softmax"])
 @torch.no_grad()
-def test_compiled_with_a_padding_mask(case):
-    """A growing 2-dimensional mask, as one's own loop would give it, goes into one graph per length of the mask only."""
+def test_a_mask_over_the_whole_room(case):
+    """Padding in one's own loop: a mask as long as the static cache, whatever it says of tokens to come; one graph."""
     model = tiny_model(case)
-    ids, mask = padded_prompt()
-    cache = StaticCache(config=model.config, max_cache_len=20)
+    ids, mask = random_ids(3, 40), torch.ones(3, 40, dtype=torch.long)
+    mask[0, :5], mask[1, :2] = 0, 0
+    expected = model(ids, attention_mask=mask).logits[:, 8:]
     torch._dynamo.reset()
-    step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend="eager")
-    logits = [model(ids[:, :8], attention_mask=mask[:, :8], cache=cache).logits]
-    for place in range(8, 12):
-        logits.append(
-            step(input_ids=ids[:, place : place + 1], attention_mask=mask[:, : place + 1], cache=cache).logits
-        )
-    expected = model(ids, attention_mask=mask).logits
-    assert_close(torch.cat(logits, dim=1)[mask.bool()], expected[mask.bool()])
+    graphs = []
+    step = torch.compile(
+        model.forward, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(0) or graph
+    )
+    for forward in (model.forward, step):
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        model(ids[:, :8], attention_mask=mask[:, :8], cache=cache)
+        logits = [
+            forward(input_ids=ids[:, place : place + 1], attention_mask=mask, cache=cache).logits
+            for place in range(8, 30)
+        ]
+        assert_close(torch.cat(logits, dim=1), expected[:, :22])
+    assert len(graphs) == 1
+
+
+@torch.no_grad()
+def test_one_graph_for_512_tokens():
+    model = tiny_model("softmax_last")
+    ids = random_ids(1, 520)
+    torch._dynamo.reset()
+    graphs = []
+    step = torch.compile(
+        model.forward, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(0) or graph
+    )
+    cache = StaticCache(config=model.config, max_cache_len=520)
+    logits = [model(ids[:, :8], cache=cache).logits]
+    logits += [step(input_ids=token, cache=cache).logits for token in ids[:, 8:].split(1, dim=1)]
+    assert_close(torch.cat(logits, dim=1), model(ids).logits)
+    assert len(graphs) == 1
