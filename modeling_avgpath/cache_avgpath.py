@@ -584,6 +584,11 @@ class StateKeeper:
                 layer.crop(tokens_to_remove)
             leave_turn(self, index)
 
+    def reset(self) -> None:
+        """Forget all that was read."""
+        super().reset()
+        self._forget_model()
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was."""
         self.batch_select_indices(beam_idx)

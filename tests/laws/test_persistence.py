@@ -171,6 +171,9 @@ def test_which_weights_filled_a_cache(tmp_path):
         unknown.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has other weights by now"):
         pickle.dumps(unknown)
+    unknown.reset()
+    continued_from_nothing(model, unknown)
+    assert unknown.fingerprint != known.fingerprint
     known.save_pretrained(tmp_path)
     orphan = filled(model)
     del model
