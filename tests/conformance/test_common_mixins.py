@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from conformance.archive import Unreachable, load_suite
-from conformance.deviations import Overrides
+from conformance.deviations import Overrides, skip_reason
 from laws.cases import VOCAB, random_ids, tiny_config
-from transformers import logging
+from transformers import OlmoHybridConfig, OlmoHybridForCausalLM, OlmoHybridModel, logging
 
 from modeling_avgpath import (
     AvgPathCache,
@@ -137,6 +137,39 @@ class MesaTest(CommonTests, unittest.TestCase):
 
 class TTTMeanFieldTest(CommonTests, unittest.TestCase):
     layers = LAYOUTS["ttt_mean_field"]
+
+
+class OlmoHybridTester(ModelTester):
+    causal_lm_class = OlmoHybridForCausalLM
+
+    def get_config(self) -> OlmoHybridConfig:
+        return OlmoHybridConfig(
+            vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=4,
+            linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=6, pad_token_id=0,
+        )  # fmt: skip
+
+
+class OlmoHybrid(suite.modeling.ModelTesterMixin, suite.training.TrainingTesterMixin, unittest.TestCase):
+    """The suite as it stands, for the in-tree hybrid; only run by the test below."""
+
+    __test__ = False
+    all_model_classes = (OlmoHybridModel, OlmoHybridForCausalLM)
+
+    def setUp(self):
+        self.model_tester = OlmoHybridTester(["gated_delta_net", "softmax"])
+
+
+def test_no_more_skips_than_the_hybrid_in_transformers():
+    names = unittest.TestLoader().getTestCaseNames(OlmoHybrid)
+    ours = {name for name in unittest.TestLoader().getTestCaseNames(DeltaTest) if skip_reason(name)}
+    theirs = set()
+    for name in sorted(names, key=lambda name: name not in ours):  # those first that it is likely to skip, too
+        if len(theirs) < len(ours):
+            result = unittest.TestResult()
+            OlmoHybrid(name).run(result)
+            theirs |= {name} if result.skipped else set()
+    assert len(theirs) >= len(ours), f"skipped here alone: {sorted(ours - theirs)}"
 
 
 def bytes_of_live_tensors() -> int:

@@ -153,8 +153,8 @@ class CachePrograms(RuleBasedStateMachine):
 @pytest.mark.parametrize("case", [*LAYOUTS, "sinks", "identity@mean_field"])
 @pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 def test_random_programs(case, is_static):
-    """40 programs of up to 15 operations for each model and kind of cache, 640 in all."""
+    """20 programs of up to 15 operations for each model and kind of cache, 320 in all."""
     few = settings(max_examples=5, stateful_step_count=15, deadline=None, derandomize=True, database=None)
-    for number in range(8):  # few at a time: many are variations of one another
+    for number in range(4):  # few at a time: many are variations of one another
         machine = type(f"Programs{number}", (CachePrograms,), {"case": case, "is_static": is_static})
         run_state_machine_as_test(machine, settings=few)

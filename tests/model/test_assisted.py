@@ -74,8 +74,10 @@ def twin_of(model, noise: float = 0.0):
 @pytest.mark.parametrize(
     "make", [AvgPathCache, lambda config: StaticCache(config, max_cache_len=80)], ids=["dynamic", "static"]
 )
-def test_from_a_cache_that_has_read_the_start(model, make, extra):
+@pytest.mark.parametrize("case", [*LAYOUTS, "sinks", "identity@mean_field"])
+def test_from_a_cache_that_has_read_the_start(case, make, extra):
     """The text may be given as a whole, as to plain generation."""
+    model = tiny_model(case)
     ids = random_ids(1, 9).repeat(1, 3)
     extra = {"prompt_lookup_num_tokens": 3} if extra == "prompt lookup" else {"assistant_model": twin_of(model, 0.05)}
     arguments = {"do_sample": False, "max_new_tokens": NEW}
