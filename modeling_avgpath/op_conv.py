@@ -23,25 +23,31 @@ def causal_conv_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _CausalConvSiLU.apply(x, weight)
 
 
+def _convolve(x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """A sum of shifted rows, tap by tap; `taps` `[K, C]` in fp32."""
+    length = x.shape[1] - len(taps) + 1
+    y = x[:, :length] * taps[0]
+    for tap in range(1, len(taps)):
+        y.addcmul_(x[:, tap : tap + length], taps[tap])
+    return y
+
+
 class _CausalConvSiLU(torch.autograd.Function):
-    """A sum of shifted rows, tap by tap: on a CPU several times faster than PyTorch's convolution, either way."""
+    """Either way several times faster on a CPU than PyTorch's convolution. It keeps its inputs alone: to convolve again in
+    the backward pass is cheap."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        taps = upcast(weight.squeeze(1).T)  # [K, C]
-        length = x.shape[1] - len(taps) + 1
-        y = x[:, :length] * taps[0]
-        for tap in range(1, len(taps)):
-            y.addcmul_(x[:, tap : tap + length], taps[tap])
-        ctx.save_for_backward(x, weight, y)
-        return F.silu(y).to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.silu(_convolve(x, upcast(weight.squeeze(1).T))).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, y = ctx.saved_tensors
-        taps, length = upcast(weight.squeeze(1).T), y.shape[1]
-        dy = torch.ops.aten.silu_backward(upcast(dy), y)
+        x, weight = ctx.saved_tensors
+        taps = upcast(weight.squeeze(1).T)
+        dy = torch.ops.aten.silu_backward(upcast(dy), _convolve(x, taps))
+        length = dy.shape[1]
         dx = torch.zeros(x.shape, dtype=dy.dtype, device=dy.device)
         dweight, product = [], torch.empty_like(dy)  # one buffer: fresh memory costs more than the product
         for tap in range(len(taps)):
