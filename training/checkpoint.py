@@ -9,9 +9,9 @@ import zipfile
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling_avgpath.modeling_avgpath import faulty_files
 from training.recipe import FinetuneRecipe, Recipe, SetupError, recipe_to_yaml
 
 STATE_FILE = "training_state.json"
@@ -83,22 +83,18 @@ def find_damage(checkpoint: Path) -> str | None:
     for pattern in ("*model[._]*", "optimizer*", "scheduler.pt", "rng_state*", "trainer_state.json"):
         if not any(checkpoint.glob(pattern)):
             return f"no {pattern}"
+    faults = faulty_files(checkpoint)
+    if faults["missing"]:
+        return f"no {faults['missing'][0]}"
+    if faults["damaged"]:
+        return f"{faults['damaged'][0]} cannot be read"
     for file in sorted(checkpoint.iterdir()):
         try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt"):
-                    pass
-            elif file.suffix in (".pt", ".pth", ".bin"):
+            if file.suffix in (".pt", ".pth", ".bin"):
                 zipfile.ZipFile(file).close()
             elif file.suffix == ".json":
-                content = json.loads(file.read_text(encoding="utf-8"))
-                if file.name.endswith(".index.json"):
-                    lost = sorted(
-                        name for name in set(content["weight_map"].values()) if not (checkpoint / name).exists()
-                    )
-                    if lost:
-                        return f"no {lost[0]}"
-        except (OSError, ValueError, zipfile.BadZipFile, SafetensorError):
+                json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, zipfile.BadZipFile):
             return f"{file.name} cannot be read"
     return None
 

@@ -81,6 +81,8 @@ EXAMPLES = """  python training/finetune.py
   accelerate launch --num_processes 2 training/finetune.py train.batch_size=32
 """
 
+PARTS = {"train": "training", "eval": "held-out"}  # the trainer's names of the data, and ours
+
 # Fields that a run which goes on may change: none of them alters the steps that it has taken.
 FREE_ON_RESUME = ("output_dir", "overwrite", "resume", "validation.", "checkpoint.", "sample.", "lora.merge")
 FREE_ON_RESUME += (
@@ -244,10 +246,9 @@ class FineTuner(SFTTrainer):
             if is_learnt[: args.max_length].any():
                 kept.append(row)
         if not kept:
-            name = {"train": "training", "eval": "held-out"}[dataset_name]
             raise SetupError(
-                f"the first data.max_length={args.max_length} tokens of the {name} examples hold nothing to learn: "
-                "raise data.max_length"
+                f"the first data.max_length={args.max_length} tokens of the {PARTS[dataset_name]} examples hold nothing to "
+                "learn: raise data.max_length"
             )
         self.cuts[dataset_name] = Cut(shortened, dropped=len(whole) - len(kept))
         kept_rows = whole if len(kept) == len(whole) else whole.select(kept)
@@ -589,8 +590,8 @@ def save_results(recipe: FinetuneRecipe, trainer: FineTuner, folder: Path) -> di
 def describe_cuts(trainer: FineTuner) -> str:
     """A sentence on what was cut from the examples; empty if nothing was."""
     parts = [
-        f"{cut.shortened:,} {name} examples ({cut.dropped:,} left out, with nothing to learn)"
-        for name, cut in zip(("training", "held-out"), trainer.cuts.values(), strict=False)
+        f"{cut.shortened:,} {PARTS[name]} examples ({cut.dropped:,} left out, with nothing to learn)"
+        for name, cut in trainer.cuts.items()
         if cut.shortened or cut.dropped
     ]
     return f"Cut after {trainer.args.max_length:,} tokens: {' and '.join(parts)}." if parts else ""
