@@ -9,7 +9,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer import RecurrentMixer
-from .norms import l2_norm, upcast
+from .norms import upcast
 from .ops import delta_rule, gated_delta_rule
 
 
@@ -17,6 +17,7 @@ class DeltaNetMixer(RecurrentMixer):
     """W_t = W_{t-1} - beta_t (W_{t-1} k_t - v_t) k_t^T, read as W_t q_t (Schlag et al., 2021; Yang et al., 2024)."""
 
     state_names = ("W",)
+    has_unit_keys = True
 
     def build_memory(self) -> None:
         self.b_proj = nn.Linear(self.config.hidden_size, self.num_states, bias=False)
@@ -24,9 +25,6 @@ class DeltaNetMixer(RecurrentMixer):
     def gates(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
         beta = upcast(self.b_proj(hidden_states)).sigmoid()
         return {"beta": 2 * beta if self.config.linear_allow_neg_eigval else beta}
-
-    def memory_key(self, key: torch.Tensor) -> torch.Tensor:
-        return l2_norm(key)
 
     def advance(self, query, key, value, gates, states, lengths, output_states):
         rule = gated_delta_rule if "g" in gates else delta_rule

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer import RecurrentMixer
-from .norms import l2_norm, upcast
+from .norms import upcast
 from .ops import linear_attention
 
 
@@ -18,6 +18,7 @@ class LinearMixer(RecurrentMixer):
     """
 
     state_names = ("G",)
+    has_unit_keys = True
 
     def build_memory(self) -> None:
         if self.config.linear_use_gates:
@@ -37,9 +38,6 @@ class LinearMixer(RecurrentMixer):
             "g": F.logsigmoid(upcast(self.a_proj(hidden_states))),
             "beta": upcast(self.b_proj(hidden_states)).sigmoid(),
         }
-
-    def memory_key(self, key: torch.Tensor) -> torch.Tensor:
-        return l2_norm(key)
 
     def advance(self, query, key, value, gates, states, lengths, output_states):
         scale = None if self.readout is None else 1.0

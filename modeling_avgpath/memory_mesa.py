@@ -9,7 +9,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer import RecurrentMixer
-from .norms import l2_norm, upcast
+from .norms import upcast
 from .ops import mesa
 
 
@@ -21,6 +21,7 @@ class MesaNetMixer(RecurrentMixer):
 
     state_names = ("G", "H")
     conv_streams = ("q", "k")
+    has_unit_keys = True
 
     def build_memory(self) -> None:
         self.a_proj = nn.Linear(self.config.hidden_size, self.num_states, bias=True)
@@ -36,9 +37,6 @@ class MesaNetMixer(RecurrentMixer):
             "g": F.logsigmoid(upcast(self.a_proj(hidden_states))),
             "beta": upcast(self.b_proj(hidden_states)).sigmoid(),
         }
-
-    def memory_key(self, key: torch.Tensor) -> torch.Tensor:
-        return l2_norm(key)
 
     def ridge(self) -> torch.Tensor:
         """Lambda, `[num_states, D_k]`, at least `mesa_lambda_min`."""

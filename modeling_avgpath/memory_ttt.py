@@ -7,18 +7,23 @@ from torch import nn
 from transformers import initialization as init
 
 from .mixer import RecurrentMixer
-from .norms import upcast
+from .norms import GATE_ACTIVATIONS, upcast
 from .ops import ttt_linear, ttt_linear_expectation, ttt_mlp, ttt_mlp_expectation
 from .rotary import rotate_interleaved
 
 
 class JointLayerNorm(nn.LayerNorm):
-    """LayerNorm (eps 1e-6) over all heads joined, of reads `[B, T, H, D]`."""
+    """LayerNorm (eps 1e-6) over all heads joined, of reads `[B, T, H, D]`, times an activation of their gate if any."""
 
-    def forward(self, reads: torch.Tensor) -> torch.Tensor:
+    def __init__(self, size: int, activation: str):
+        super().__init__(size, eps=1e-6)
+        self.activation = activation
+
+    def forward(self, reads: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         weight, bias = upcast(self.weight), upcast(self.bias)
         joined = F.layer_norm(upcast(reads.flatten(2)), self.normalized_shape, weight, bias, self.eps)
-        return joined.to(reads.dtype).view_as(reads)
+        normed = joined.to(reads.dtype).view_as(reads)
+        return normed if gate is None else normed * GATE_ACTIVATIONS[self.activation](gate)
 
 
 class TTTMixer(RecurrentMixer):
@@ -37,11 +42,12 @@ class TTTMixer(RecurrentMixer):
     def conv_kernel_dim(self, config) -> int | None:
         return config.ttt_conv_kernel_dim
 
-    def make_output_norm(self) -> nn.Module:
-        return JointLayerNorm(self.num_reads * self.value_dim, eps=1e-6)
+    @property
+    def gate_activation(self) -> str:
+        return "gelu_tanh"
 
-    def output_gate(self, gate: torch.Tensor) -> torch.Tensor:
-        return F.gelu(gate, approximate="tanh")
+    def make_output_norm(self) -> nn.Module:
+        return JointLayerNorm(self.num_reads * self.value_dim, self.gate_activation)
 
     def inner_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape per head of each inner weight."""

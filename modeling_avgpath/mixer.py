@@ -7,12 +7,11 @@ the readout: it gets rows and a state, and returns reads and the next state.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .attention import append_tail, take_tail
 from .cache_avgpath import advance
-from .norms import AvgPathRMSNorm, make_qk_norms
+from .norms import GATE_ACTIVATIONS, GatedRMSNorm, l2_norm, make_qk_norms
 from .op_conv import causal_conv_silu
 from .readout import AttentionReadout
 
@@ -27,16 +26,19 @@ class ShortConv(nn.Conv1d):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
 
     def extend(
-        self, x: torch.Tensor, tail: torch.Tensor | None, lengths: torch.Tensor | None
+        self, x: torch.Tensor, tail: torch.Tensor | None, lengths: torch.Tensor | None, unit_size: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolve rows `x` `[R, L, C]` that follow the inputs `tail` `[R, kernel - 1, C]`; returns outputs and new tail."""
         size = self.kernel_size[0] - 1
         x = append_tail(tail, x, size)
-        return self(x), take_tail(x, size, lengths)
+        return self(x, unit_size), take_tail(x, size, lengths)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[R, kernel - 1 + L, C]`, the inputs before the row first; returns `[R, L, C]`."""
-        return causal_conv_silu(x, self.weight)
+    def forward(self, x: torch.Tensor, unit_size: int | None = None) -> torch.Tensor:
+        """`x` `[R, kernel - 1 + L, C]`, the inputs before the row first; returns `[R, L, C]`.
+
+        With `unit_size` each run of so many channels, a head, comes out at unit length.
+        """
+        return causal_conv_silu(x, self.weight, unit_size)
 
 
 class QueryMap(nn.Module):
@@ -65,6 +67,8 @@ class RecurrentMixer(nn.Module):
     # Names of the states of `advance`: `[R, H, ...]`, or `[R]` for what all heads share.
     state_names: tuple[str, ...] = ()
     conv_streams: tuple[str, ...] = ("q", "k", "v")
+    # Whether keys are stored, and queries read, at unit length.
+    has_unit_keys: bool = False
     # Whether reading is linear (affine) in the point, so that the expectation over keys is the read at their mean.
     reads_linearly: bool = True
 
@@ -93,7 +97,10 @@ class RecurrentMixer(nn.Module):
         self.k_proj = nn.Linear(hidden_size, sizes["k"], bias=bias)
         self.v_proj = nn.Linear(hidden_size, sizes["v"], bias=bias)
         kernel_size = self.conv_kernel_dim(config)
-        for name in self.conv_streams if kernel_size is not None else ():
+        self.has_conv = kernel_size is not None
+        # Attention scores keys as they are; without it the convolution can norm them on its way.
+        self.norms_in_conv = self.has_conv and self.has_unit_keys and self.readout_name == "query"
+        for name in self.conv_streams if self.has_conv else ():
             self.add_module(f"{name}_conv1d", ShortConv(sizes[name], kernel_size))
         if self.readout_name == "query":
             self.readout = None
@@ -113,14 +120,15 @@ class RecurrentMixer(nn.Module):
         """Kernel of the short convolution, `None` for none."""
         return config.linear_conv_kernel_dim
 
-    def make_output_norm(self) -> nn.Module:
-        """Norm of the reads `[B, T, H, D_v]`."""
-        eps = self.config.linear_norm_eps
-        return AvgPathRMSNorm(self.value_dim, self.config.rms_norm_eps if eps is None else eps)
+    @property
+    def gate_activation(self) -> str:
+        """Activation of the output gate, one of `GATE_ACTIVATIONS`."""
+        return self.config.linear_output_gate_activation
 
-    def output_gate(self, gate: torch.Tensor) -> torch.Tensor:
-        """Activation of the output gate."""
-        return gate.sigmoid() if self.config.linear_output_gate_activation == "sigmoid" else F.silu(gate)
+    def make_output_norm(self) -> nn.Module:
+        """Norm of the reads `[B, T, H, D_v]`, called with them and their gate (or `None`), which it applies as well."""
+        eps = self.config.linear_norm_eps
+        return GatedRMSNorm(self.value_dim, self.config.rms_norm_eps if eps is None else eps, self.gate_activation)
 
     def build_memory(self) -> None:
         """Create the memory's own parameters (`self.num_states` heads)."""
@@ -134,7 +142,7 @@ class RecurrentMixer(nn.Module):
 
     def memory_key(self, key: torch.Tensor) -> torch.Tensor:
         """Keys `[R, L, H, D_k]` as the memory stores them."""
-        return key
+        return l2_norm(key) if self.has_unit_keys else key
 
     def memory_query(self, query: torch.Tensor) -> torch.Tensor:
         """Queries as the memory is read with, readout `query` only."""
@@ -193,20 +201,21 @@ class RecurrentMixer(nn.Module):
         streams = {"q": query, "k": self.k_proj(hidden_states), "v": self.v_proj(hidden_states)}
         streams |= self.gates(hidden_states)
         reads = advance(self.run_rows, streams, alignment, layer_cache)
+        gate = None if self.g_proj is None else self.g_proj(hidden_states).unflatten(-1, reads.shape[2:])
         if self.o_norm is not None:
-            reads = self.o_norm(reads)
-        reads = reads.flatten(2)
-        if self.g_proj is not None:
-            reads = reads * self.output_gate(self.g_proj(hidden_states))
-        return self.o_proj(reads), None
+            reads = self.o_norm(reads, gate)
+        elif gate is not None:
+            reads = reads * GATE_ACTIVATIONS[self.gate_activation](gate)
+        return self.o_proj(reads.flatten(2)), None
 
     def run_rows(self, rows: dict[str, torch.Tensor], lengths: torch.Tensor | None, layer_cache):
         """One group of rows: convolution, readout and memory; returns reads `[R, L, H, D_v]` and all new states."""
         past = layer_cache.states if layer_cache is not None else {}
         states = {}
-        for name in self.conv_streams:
-            if (conv := getattr(self, f"{name}_conv1d", None)) is not None:
-                rows[name], states[f"conv_{name}"] = conv.extend(rows[name], past.get(f"conv_{name}"), lengths)
+        for name in self.conv_streams if self.has_conv else ():
+            conv, tail = getattr(self, f"{name}_conv1d"), past.get(f"conv_{name}")
+            unit_size = self.key_dim if self.norms_in_conv and name != "v" else None
+            rows[name], states[f"conv_{name}"] = conv.extend(rows[name], tail, lengths, unit_size)
         gates = {name: stream for name, stream in rows.items() if name not in ("q", "k", "v")}
         if lengths is not None:
             is_filler = torch.arange(rows["k"].shape[1], device=lengths.device) >= lengths[:, None]
@@ -224,7 +233,8 @@ class RecurrentMixer(nn.Module):
     def read_at_query(self, query, key, value, gates, states, lengths, output_states: bool):
         """Step 3: the memory is read at the query; each key head serves `num_states / key heads` value heads."""
         groups = self.num_states // key.shape[2]
-        key, query = self.memory_key(key), self.memory_query(query)
+        if not self.norms_in_conv:
+            key, query = self.memory_key(key), self.memory_query(query)
         key, query = (x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in (key, query))
         return self.advance(query, key, value, gates, states, lengths, output_states)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 BACKENDS = ("auto", "torch", "fla")
-SEGMENT_ROWS = {"cpu": 2**13}  # tokens * heads worked on at a time: on a CPU about what its cache holds
+SEGMENT_ROWS = {"cpu": 2**12}  # tokens * heads worked on at a time: on a CPU about what its cache holds
 SEGMENT_ROWS_ELSEWHERE = 2**18
 
 
