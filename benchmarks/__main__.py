@@ -21,7 +21,10 @@ from benchmarks import (
     decode,
     growth,
     layers,
+    loading,
     ops,
+    overhead,
+    pretraining,
     read_once,
     roofline,
     training,
@@ -32,7 +35,20 @@ from benchmarks.report import RESULTS, Report
 
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
-    for module in (ops, layers, training, decode, growth, roofline, compiled_decode, read_once, acceptance)
+    for module in (
+        ops,
+        layers,
+        training,
+        pretraining,
+        overhead,
+        decode,
+        growth,
+        roofline,
+        compiled_decode,
+        read_once,
+        loading,
+        acceptance,
+    )
 }
 
 

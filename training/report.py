@@ -5,9 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.tracking import plt
-
-BLUE, RED, GREY = "#4c78a8", "#e4572e", "#9a9a9a"
+from training.tracking import BLUE, GREY, RED, plt
 
 
 def _number(estimate: dict, digits: int = 3, factor: float = 1.0) -> str:

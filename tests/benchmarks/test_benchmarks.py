@@ -7,9 +7,10 @@ import torch
 from laws.cases import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import acceptance, cases, layers, measure, peers, roofline
+from benchmarks import acceptance, cases, layers, measure, peers
 from benchmarks.__main__ import COMMANDS, main, parse
 from benchmarks.report import Column, Report, table
+from training import flops
 
 SHAPE = cases.Shape(1, 2, 16)
 OPERATORS = cases.operators("cpu")
@@ -105,14 +106,14 @@ def test_mesa_is_compared_at_the_residual_of_the_peer():
 @pytest.mark.parametrize(
     ("name", "peer", "expected"),
     [
-        ("linear", "fla, plain", roofline.linear_count(16)),
-        ("gated_delta_net", "in-tree", roofline.delta_count(16)),
+        ("linear", "fla, plain", flops.linear_count(16)),
+        ("gated_delta_net", "in-tree", flops.delta_count(16)),
         # The inverse is formed and multiplied, at twice the cost of solving with the triangle.
-        ("gated_delta_net", "fla, plain", roofline.delta_count(16) + roofline.Count(4 * 64 * 16)),
-        ("mesa_net", "fla, plain", roofline.mesa_count(16, steps=31)),  # the first residual takes a product too
+        ("gated_delta_net", "fla, plain", flops.delta_count(16) + flops.Count(4 * 64 * 16)),
+        ("mesa_net", "fla, plain", flops.mesa_count(16, steps=31)),  # the first residual takes a product too
         # The reference form multiplies the rates by the biases' gradients apart.
-        ("ttt_linear", "TTT reference", roofline.ttt_count(16, 1) + roofline.Count(2 * 16 * 16)),
-        ("ttt_mlp", "TTT reference", roofline.ttt_count(16, 2) + roofline.Count(2 * 16 * (16 + 64))),
+        ("ttt_linear", "TTT reference", flops.ttt_count(16, 1) + flops.Count(2 * 16 * 16)),
+        ("ttt_mlp", "TTT reference", flops.ttt_count(16, 2) + flops.Count(2 * 16 * (16 + 64))),
     ],
 )
 def test_arithmetic_is_what_the_plain_forms_execute(name, peer, expected):
