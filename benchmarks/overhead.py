@@ -30,7 +30,8 @@ OPTIONS = {
     "rows": Option(2, 2, "of a step"),
     "tokens": Option(512, 32, "of a row"),
     "large": Option("configuration/models/135m.json", "", "shape of the precisions' comparison; empty: the small one"),
-    "large_steps": Option(2, 1, "timed steps of each precision and turn, after one that is not timed"),
+    "large_rows": Option(8, 2, "of a step of the precisions' comparison"),
+    "large_steps": Option(1, 1, "timed steps of each precision and turn, after one that is not timed"),
     "large_repeats": Option(3, 1, "turns of the precisions"),
 }
 COLUMNS = (
@@ -132,10 +133,11 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
         for name, results in found.items():
             results.append(
                 in_fresh_process(
-                    seconds_of_precision, name, overrides, settings.rows, settings.tokens, settings.large_steps,
-                    settings.threads,
+                    seconds_of_precision, name, overrides, settings.large_rows, settings.tokens,
+                    settings.large_steps, settings.threads,
                 )
             )  # fmt: skip
+    per_step = settings.large_rows * settings.tokens
     bf16, fp32 = (per_step / statistics.median(r["seconds"] for r in found[name]) for name in ("bf16", "no"))
     rows.append(
         {
@@ -146,7 +148,8 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
     )  # fmt: skip
     title = (
         f"Steps of {settings.rows} x {settings.tokens} tokens: medians of {settings.repeats} turns of {settings.steps} "
-        f"steps, and of {settings.large_repeats} processes of {settings.large_steps}."
+        f"steps; precisions with {settings.large_rows} x {settings.tokens}, {settings.large_repeats} processes of "
+        f"{settings.large_steps} each."
     )
     return title, rows, {}
 
