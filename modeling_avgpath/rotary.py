@@ -52,9 +52,32 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+    cos, sin = cos.unsqueeze(2), sin[..., : size // 2].unsqueeze(2)
+    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate_pairs(x, cos, sin)
+
+
+def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x` `[B, T, H, R]` rotated; cos `[B, T, 1, R]`, sin `[B, T, 1, R / 2]`; rounded to x's dtype once, at the end."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    y = x * cos
+    y_first, y_second = y.chunk(2, dim=-1)
+    y_first.addcmul_(second, sin, value=-1)
+    y_second.addcmul_(first, sin)
+    return y.to(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """`_rotate_pairs`, with the rotation back as its gradient: fewer passes over memory than autograd's."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate_pairs(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy):
+        cos, sin = ctx.saved_tensors
+        return _Rotation.apply(dy, cos, -sin), None, None
 
 
 def rotate_interleaved(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:

@@ -47,16 +47,19 @@ class MetricsLog:
         return os.fstat(self._stream.fileno()).st_size
 
 
+def _records(file: Path) -> list[dict]:
+    """All records, none where the file is gone: a run can go on without its metrics."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
 def read_metrics(file: Path, kind: str) -> list[dict]:
     """The records of one kind, in order."""
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [record for record in records if record["kind"] == kind]
+    return [record for record in _records(file) if record["kind"] == kind]
 
 
 def read_records(file: Path, step: int) -> list[tuple[str, dict]]:
     """The records of one step, in order, as (kind, values)."""
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [(record.pop("kind"), record) for record in records if record.get("step") == step]
+    return [(record.pop("kind"), record) for record in _records(file) if record.get("step") == step]
 
 
 def cut_metrics(file: Path, step: int) -> None:

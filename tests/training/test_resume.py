@@ -117,6 +117,19 @@ def test_stopped_by_a_signal_then_gone_on_with(driver, whole):
     assert_same_run(driver.folder / "stopped", whole)
 
 
+def test_the_metrics_are_not_needed_to_go_on(driver, whole):
+    """Somebody has moved them away: the weights are the same, and the records those from the checkpoint on."""
+    folder = driver.folder / "unmeasured"
+    status, _ = driver.run("output_dir=unmeasured", kill_at="backward 18")
+    assert status == -signal.SIGKILL
+    (folder / "metrics.jsonl").unlink()
+    driver.finish("output_dir=unmeasured", "resume=true")
+    kept = records(folder)
+    assert kept and kept == records(whole)[-len(kept) :]
+    weights, wanted = (load_file(run / "final" / "model.safetensors") for run in (folder, whole))
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
 def test_a_damaged_checkpoint_is_skipped(driver, whole):
     folder = driver.folder / "damaged"
     status, _ = driver.run("output_dir=damaged", kill_at="backward 14")
