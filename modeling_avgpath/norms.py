@@ -9,7 +9,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 L2_EPS = 1e-6  # under the root, as in flash-linear-attention
-STEP_SIZE = 2**16  # numbers
 GATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
@@ -30,11 +29,12 @@ def normalise_backward(dnormed: torch.Tensor, normed: torch.Tensor, scale: torch
 
 
 def is_step(x: torch.Tensor) -> bool:
-    """Whether `x` is what a decoding step works on: little, and no graph to keep.
+    """Whether `x` `[B, T, ...]` is what a decoding step works on: one token a row, and no graph to keep.
 
-    There PyTorch's fused norm wins, by calling less; over many tokens ours do.
+    There PyTorch's fused norm wins, by calling less; over many tokens ours do. (Not for more than one: a pass that
+    activation checkpointing repeats with a graph must round alike.)
     """
-    return not torch.is_grad_enabled() and x.numel() <= STEP_SIZE
+    return not torch.is_grad_enabled() and x.ndim > 2 and x.shape[1] == 1
 
 
 def rms_norm_step(x: torch.Tensor, size: int, eps: float) -> torch.Tensor:

@@ -27,8 +27,10 @@ EVALUATION_TASKS = ("perplexity", "phrases", "lookup", "copying")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 SPLITS = ("held_out", "all")
+DIAGNOSED_SPLITS = ("train", *SPLITS)
 BOS_PLACES = ("document", "window", "none")
 ALPHABETS = ("tokens", "words")
+TRAINED_PARTS = ("mixers", "layers", "all")
 
 Schema = typing.TypeVar("Schema")  # one of the recipe classes below
 
@@ -454,6 +456,153 @@ class HarnessRecipe:
     data: EvaluationDataRecipe = field(default_factory=EvaluationDataRecipe)
 
 
+@dataclass
+class TeacherRecipe:
+    path: str = _field("runs/teacher", "the softmax model to convert: a folder with its tokenizer, or a Hub name")
+
+
+@dataclass
+class LayersRecipe:
+    mixer: str = _field("gated_delta_net", "spec of the layers that are converted")
+    strategy: str = _field(
+        "uniform",
+        "which layers stay softmax: uniform, random, first, last, list (layers.softmax), score (layers.scores)",
+    )
+    count: int | None = _field(8, "how many stay softmax; null with strategy list")
+    offset: int | None = _field(None, "uniform: the first one; null makes the last layer one of them")
+    softmax: list[int] | None = _field(None, "list: the layers that stay softmax")
+    scores: str | None = _field(None, "score: a JSON file with one number a layer; the highest stay softmax")
+
+
+@dataclass
+class CalibrationRecipe:
+    tokens: int = _field(32768, "training tokens that are measured; 0 copies the weights plainly instead")
+    fit_tokens: int = _field(8192, "of these, how many the output projections are fitted on")
+
+
+@dataclass
+class PhaseRecipe:
+    tokens: int = _field(120_000, "training tokens of this phase, rounded up to whole steps; 0 leaves it out")
+    batch_size: int = _field(4, "rows per optimiser step")
+    micro_batch_size: int | None = _field(None, "rows in one forward pass; null is batch_size")
+    learning_rate: float = _field(1e-2, "peak, relative to the size (root mean square) of each matrix")
+    warmup_ratio: float = _field(0.1, "the fraction of the steps from zero to the peak, rounded up")
+    min_lr_ratio: float = _field(0.05, "the last learning rate, as a fraction of the peak")
+    beta2: float = _field(0.95, "decay of the gradient's square")
+    max_grad_norm: float = _field(
+        1.0, "gradients are clipped to this norm; aligning, those of each layer by themselves"
+    )
+
+
+@dataclass
+class DistilRecipe(PhaseRecipe):
+    learning_rate: float = _field(3e-3, "peak, relative to the size (root mean square) of each matrix")
+    trained: str = _field("all", "mixers or layers (of converted layers), or all parameters")
+    ce_weight: float = _field(0.0, "weight of the cross-entropy on the text beside the teacher's distribution")
+
+
+@dataclass
+class ConversionTrainRecipe:
+    mixed_precision: str = _field("auto", "no or bf16; auto is bf16 where the device multiplies bf16 natively")
+    log_every: int = _field(5, "steps between training records")
+
+
+@dataclass
+class ConversionEvaluationRecipe:
+    rows: int | None = _field(64, "held-out rows of each source in the last evaluation; null takes all")
+    every_steps: int = _field(0, "steps between evaluations on the way; 0 evaluates before the phases and after each")
+    watch_rows: int = _field(8, "held-out rows of each source in those")
+    batch_size: int = _field(4, "rows in one forward pass")
+    probes: list[str] = _field([], "recall probes of teacher and student, any of phrases, lookup, copying")
+
+
+@dataclass
+class ConversionRecipe:
+    """The schema of `convert.py`."""
+
+    output_dir: str = _field("runs/convert", "the run's folder: metrics, plot, checkpoints, final model")
+    overwrite: bool = _field(False, "replace what an earlier run left in output_dir")
+    resume: bool = _field(False, "go on from the newest checkpoint in output_dir, as if the run had not stopped")
+    hub_model_id: str | None = _field(
+        None, "send the final model, with its code and model card, to this repository of the Hugging Face Hub"
+    )
+    hub_private_repo: bool | None = _field(
+        None, "whether that repository is private if it is made anew; null is the account's default"
+    )
+    license: str | None = _field(
+        None, "the weights' licence on the model card, an identifier of the Hub such as cc-by-4.0; null states none"
+    )
+    seed: int = _field(0, "seeds the order of the data, random layers and the bootstrap")
+    teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
+    layers: LayersRecipe = field(default_factory=LayersRecipe)
+    config: dict[str, Any] = _field({}, "further fields of the AvgPathConfig, such as config.linear_conv_kernel_dim")
+    data: DataRecipe = field(default_factory=DataRecipe)
+    train: ConversionTrainRecipe = field(default_factory=ConversionTrainRecipe)
+    calibration: CalibrationRecipe = field(default_factory=CalibrationRecipe)
+    align: PhaseRecipe = field(default_factory=PhaseRecipe)
+    distil: DistilRecipe = field(default_factory=DistilRecipe)
+    evaluation: ConversionEvaluationRecipe = field(default_factory=ConversionEvaluationRecipe)
+    checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
+    probes: ProbesRecipe = field(default_factory=ProbesRecipe)
+    phrases: PhrasesRecipe = field(default_factory=PhrasesRecipe)
+    lookup: LookupRecipe = field(default_factory=LookupRecipe)
+    copying: CopyingRecipe = field(default_factory=CopyingRecipe)
+    bootstrap: BootstrapRecipe = field(default_factory=BootstrapRecipe)
+
+
+@dataclass
+class DiagnosedModelRecipe:
+    path: str = _field(
+        "runs/pretrain/final", "the model to diagnose: a folder, or a Hub name; Llama, Mistral, Qwen2, Qwen3 or AvgPath"
+    )
+    tokenizer: str | None = _field(None, "a tokenizer's folder or Hub name; null takes the model's own")
+    dtype: str = _field("float32", "of the weights: float32, bfloat16, float16, or auto (as saved)")
+    trust_remote_code: bool = _field(False, "run Python code that the model's folder or repository holds")
+
+
+@dataclass
+class DiagnosisDataRecipe:
+    path: str = _field("sotu", "sotu, wiki, a folder, a file or a data set, as for pretrain.py")
+    text_field: str = _field("text", "the field of each .jsonl line, or the column, that holds the text")
+    split: str = _field(
+        "train", "train: the documents that pretrain.py trains on; held_out: the others; all: every document"
+    )
+    validation_every: int = _field(20, "train, held_out: every n-th document is held out; every n-th year for sotu")
+    max_documents: int | None = _field(None, "read the first so many documents of the split; null reads all")
+    window: int = _field(512, "tokens of a window; each begins with <bos>, the sink")
+    windows: int = _field(32, "windows to read, drawn from all over the documents, which are joined by <eos>")
+
+
+@dataclass
+class DiagnoseRecipe:
+    """The schema of `diagnose.py`."""
+
+    output_dir: str = _field("runs/diagnose", "the folder of the diagnosis: figures, tables, pictures, fitted maps")
+    overwrite: bool = _field(False, "replace what an earlier diagnosis left in output_dir")
+    resume: bool = _field(False, "go on from the last finished window of an interrupted diagnosis in output_dir")
+    seed: int = _field(0, "seeds the choice of windows, the random features and the bootstrap")
+    fit_windows: int | None = _field(None, "windows that maps and gates are fitted on; null takes half of them")
+    loss_windows: int | None = _field(
+        8, "windows, of those not fitted on, that losses are measured on, by far the longest part; null takes all"
+    )
+    groups: int = _field(16, "the windows not fitted on are dealt out to so many groups, which the bootstrap draws")
+    clip: float = _field(
+        3.0, "vectors beyond so many times the median distance from their head's median are drawn back to there"
+    )
+    memories: list[str] = _field(
+        ["gated_delta_net"],
+        "memories that each layer in turn is replaced by to see the loss: delta_net, gated_delta_net, mesa_net; [] for none",
+    )
+    layers: list[int] | None = _field(None, "indices of the softmax layers to diagnose; null takes all")
+    score: str = _field(
+        "isotropy",
+        "what scores.json goes by: isotropy, loss_change, or another figure by the name that diagnosis.md gives",
+    )
+    model: DiagnosedModelRecipe = field(default_factory=DiagnosedModelRecipe)
+    data: DiagnosisDataRecipe = field(default_factory=DiagnosisDataRecipe)
+    bootstrap: BootstrapRecipe = field(default_factory=BootstrapRecipe)
+
+
 class _YamlLoader(yaml.SafeLoader):
     """YAML with the scalars of version 1.2: in 1.1 the ratio 3:1 is the base-60 number 181, and ``no`` is false."""
 
@@ -666,6 +815,11 @@ def _check_values(recipe: Any) -> None:
         "bootstrap.resamples",
     ):
         require(key, lambda value: value >= 1, "at least 1")
+    for key in ("fit_windows", "loss_windows", "groups"):
+        require(key, lambda value: value >= 1, "at least 1")
+    require("clip", lambda value: value > 1, "greater than 1, the median distance itself")
+    require("data.window", lambda value: value >= 3, "at least 3: the sink and two tokens")
+    require("data.windows", lambda value: value >= 2, "at least 2: some to fit, some to measure")
     for key in ("perplexity.max_tokens", "phrases.length"):
         require(key, lambda value: value >= 2, "at least 2")
     for key in ("phrases.distances", "lookup.pairs", "copying.lengths"):
@@ -677,6 +831,7 @@ def _check_values(recipe: Any) -> None:
         ("model.dtype", DTYPES),
         ("model.quantization", QUANTIZATIONS),
         *([("data.split", SPLITS)] if isinstance(recipe, EvaluationRecipe | HarnessRecipe) else []),
+        *([("data.split", DIAGNOSED_SPLITS)] if isinstance(recipe, DiagnoseRecipe) else []),
         ("perplexity.bos", BOS_PLACES),
         ("probes.alphabet", ALPHABETS),
     ):
@@ -686,6 +841,36 @@ def _check_values(recipe: Any) -> None:
         lambda value: value and set(value) <= set(EVALUATION_TASKS),
         f"one or more of {', '.join(EVALUATION_TASKS)}",
     )
+    for key in ("calibration.tokens", "calibration.fit_tokens", "align.tokens", "distil.tokens", "distil.ce_weight",
+                "evaluation.every_steps"):  # fmt: skip
+        require(key, lambda value: value >= 0, "0 or more")
+    require("evaluation.rows", lambda value: value >= 1, "at least 1")
+    require("evaluation.watch_rows", lambda value: value >= 1, "at least 1")
+    require("evaluation.batch_size", lambda value: value >= 1, "at least 1")
+    require("distil.trained", lambda value: value in TRAINED_PARTS, f"one of {', '.join(TRAINED_PARTS)}")
+    require(
+        "evaluation.probes",
+        lambda value: set(value) <= set(EVALUATION_TASKS[1:]),
+        f"any of {', '.join(EVALUATION_TASKS[1:])}",
+    )
+    for phase in ("align", "distil"):
+        for name in ("batch_size", "micro_batch_size"):
+            require(f"{phase}.{name}", lambda value: value >= 1, "at least 1")
+        for name in ("learning_rate", "max_grad_norm"):
+            require(f"{phase}.{name}", lambda value: value > 0, "greater than 0")
+        for name in ("warmup_ratio", "min_lr_ratio"):
+            require(f"{phase}.{name}", lambda value: 0 <= value <= 1, "in [0, 1]")
+        require(f"{phase}.beta2", lambda value: 0 <= value < 1, "in [0, 1)")
+    if isinstance(recipe, ConversionRecipe):
+        if recipe.train.mixed_precision == "fp16":
+            raise SetupError("'train.mixed_precision' must be auto, no or bf16 in a conversion, not 'fp16'")
+        for phase in ("align", "distil"):
+            part = getattr(recipe, phase)
+            if part.batch_size % (part.micro_batch_size or part.batch_size):
+                raise SetupError(
+                    f"'{phase}.batch_size'={part.batch_size} must be a multiple of {phase}.micro_batch_size="
+                    f"{part.micro_batch_size}"
+                )
     if isinstance(recipe, FinetuneRecipe) and recipe.lora.rank is None:
         for name, default in dataclasses.asdict(LoraRecipe()).items():
             if (value := getattr(recipe.lora, name)) != default:

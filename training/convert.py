@@ -1,0 +1,545 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""Convert a softmax language model into an AvgPath hybrid: calibrate, align, distil, evaluate.
+
+The layers that `layers` does not keep get another mixer, which begins near its teacher (calibration), learns to return what
+the teacher's layer returns (align), and then to predict what the teacher predicts (distil). Writes a model folder that is
+ready for the Hub, with what was measured on its card.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file: Python put this folder on the path, the packages are beside it
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import training  # noqa: F401  (before the libraries, which it keeps quiet while they are imported)
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel
+
+from modeling_avgpath import AvgPathForCausalLM
+from modeling_avgpath.conversion import calibrate, from_softmax
+from modeling_avgpath.conversion_layers import choose_softmax_layers, place_mixers
+from training.card import describe_layers
+from training.checkpoint import (
+    PRETRAIN_FILES,
+    STATE_FILE,
+    Interruption,
+    earlier_files,
+    explain_failed_save,
+    newest_whole_checkpoint,
+    open_run_folder,
+    prune_checkpoints,
+    remove_partial,
+    save_checkpoint,
+)
+from training.conversion_report import HeldOutRows, conversion_card, describe_evaluation, plot_conversion
+from training.corpus import describe_sources
+from training.data import IGNORE, TrainingData, prepare_data
+from training.distillation import (
+    LayerAlignment,
+    LogitDistillation,
+    build_optimizer,
+    build_schedule,
+    converted_layers,
+    trained_parameters,
+    without_recurrence,
+)
+from training.machine import choose_precision, keep_freed_memory
+from training.modeling import count_parameters, load_causal_lm, refuse_adapter
+from training.probes import MeasurementError, copying, key_value_lookup, make_alphabet, repeated_phrases
+from training.publish import open_repository, upload_model
+from training.recipe import ConversionRecipe, PhaseRecipe, RunError, SetupError, TokenizerRecipe
+from training.resume import random_state, recipe_changes, set_random_state
+from training.script import Interrupted, parse_recipe, run_script, warn
+from training.tracking import MetricsLog, Progress
+
+PHASES = ("align", "distil")
+EXAMPLES = """  python training/convert.py teacher.path=HuggingFaceTB/SmolLM2-135M output_dir=runs/convert/smollm
+  python training/convert.py teacher.path=runs/llama/final layers.mixer=mesa_net layers.count=2
+  python training/convert.py layers.strategy=list layers.softmax=[3,7,11] layers.count=null
+  python training/convert.py align.tokens=0 distil.tokens=0      # the calibrated start alone
+  python training/convert.py resume=true
+"""
+# Fields that a run which goes on may change, as beginnings of their names: none alters the steps that it has taken.
+FREE_ON_RESUME = (
+    "output_dir", "overwrite", "resume", "hub_", "license", "evaluation.", "checkpoint.", "probes.", "phrases.", "lookup.",
+    "copying.", "bootstrap.", "train.log_every", "data.cache_dir", "data.workers",
+)  # fmt: skip
+
+
+def count_steps(phase: PhaseRecipe, sequence_length: int) -> int:
+    """Optimiser steps of a phase."""
+    return -(-phase.tokens // (phase.batch_size * sequence_length))
+
+
+@dataclasses.dataclass
+class Conversion:
+    """One run: the pieces that its phases, evaluations and checkpoints share."""
+
+    recipe: ConversionRecipe
+    folder: Path
+    data: TrainingData
+    teacher: PreTrainedModel
+    student: AvgPathForCausalLM
+    metrics: MetricsLog
+    interruption: Interruption
+    precision: str
+    started: float  # time.perf_counter() at the start of the script
+    start: Path | None  # the checkpoint that it goes on from
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        self.device = self.student.device
+        self.layers = converted_layers(self.teacher, self.student)
+        length = recipe.data.sequence_length
+        self.last_step, steps = {}, 0
+        for phase in PHASES:
+            steps += count_steps(getattr(recipe, phase), length)
+            self.last_step[phase] = steps
+        self.steps = steps
+        self.held_out = HeldOutRows(self.data, recipe.bootstrap, recipe.seed, recipe.evaluation.batch_size)
+        self.step = self.tokens = 0
+        self.train_seconds = 0.0
+        self.phase: str | None = None
+        self.window: dict[str, float] = {}  # sums since the last record, and of how many steps
+        self.autocast = functools.partial(
+            torch.autocast, self.device.type, torch.bfloat16, enabled=self.precision == "bf16"
+        )
+        if self.start:
+            state = json.loads((self.start / STATE_FILE).read_text(encoding="utf-8"))
+            self.step, self.tokens, self.window = state["step"], state["tokens"], state["window"]
+            self.train_seconds = state["train_seconds"]
+            self.started -= state["seconds"]
+            set_random_state(self.tensors("processes.pt")["random"], self.device)
+
+    def tensors(self, name: str) -> Any:
+        """What `torch.save` wrote into the checkpoint to go on from."""
+        return torch.load(self.start / name, map_location="cpu", weights_only=True)
+
+    def begin(self, phase: str) -> None:
+        """Make parameters, optimiser, schedule and data of a phase ready, at its start or where the checkpoint was."""
+        recipe: PhaseRecipe = getattr(self.recipe, phase)
+        index = PHASES.index(phase)
+        first = self.last_step[PHASES[index - 1]] if index else 0
+        steps = self.last_step[phase] - first
+        self.phase, self.first_step = phase, first
+        trained = "mixers" if phase == "align" else self.recipe.distil.trained
+        parameters = trained_parameters(self.student, self.layers, trained)
+        self.trained = parameters
+        self.optimizer = build_optimizer(parameters, recipe)
+        self.schedule = build_schedule(self.optimizer, recipe, steps)
+        self.micro_batch_size = recipe.micro_batch_size or recipe.batch_size
+        # The calibration has the seed itself: every phase reads the texts in an order of its own.
+        self.batches = self.data.batches(self.micro_batch_size, seed=self.recipe.seed + 1 + index)
+        if self.start and first < self.step:
+            saved = self.tensors("optimizer.pt")
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.schedule.load_state_dict(saved["schedule"])
+            self.batches.load_state_dict(self.tensors("processes.pt")["batches"])
+        if phase == "align":
+            self.align = LayerAlignment(self.teacher, self.student, self.layers)
+        else:
+            self.distil = LogitDistillation(self.teacher, self.student, self.recipe.distil.ce_weight)
+        self.progress = Progress(steps, done=self.step - first)
+        self.progress.say(
+            f"{phase}: {steps:,} steps of {recipe.batch_size} x {self.recipe.data.sequence_length} tokens, "
+            f"{sum(parameter.numel() for parameter in parameters):,} parameters train"
+        )
+        self.logged_at, self.since = self.step, time.perf_counter()
+
+    def train(self) -> Path:
+        """Take all steps that are left; returns the final model's folder. Raises `Interrupted` after a requested stop."""
+        checkpoint = self.recipe.checkpoint
+        if checkpoint.every_steps and not self.start:
+            self.save(self.checkpoint_folder, is_resumable=True)  # the calibrated start, lest it be made again
+        if self.is_watched():
+            self.watch()
+        while self.step < self.steps:
+            phase = next(phase for phase in PHASES if self.step < self.last_step[phase])
+            if phase != self.phase:
+                self.begin(phase)
+            self.advance()
+            is_last, ends_phase = self.step == self.steps, self.step == self.last_step[phase]
+            if self.interruption.received and not is_last:
+                saved = self.save(self.checkpoint_folder, is_resumable=True)
+                self.log_step()  # a run that goes on cuts it off again
+                self.progress.close()
+                raise Interrupted(
+                    f"stopped after step {self.step} of {self.steps}; checkpoint in {saved}, go on with resume=true",
+                    self.interruption.received,
+                )
+            pause = time.perf_counter()
+            is_due = checkpoint.every_steps and (ends_phase or self.step % checkpoint.every_steps == 0)
+            if is_due and not is_last:
+                self.save(self.checkpoint_folder, is_resumable=True)
+                prune_checkpoints(self.folder / "checkpoints", checkpoint.keep_last)
+            if ends_phase:
+                self.progress.close()
+            if self.is_watched() and not is_last:
+                self.watch()
+            self.since += time.perf_counter() - pause  # tokens/s counts training alone
+        return self.save(self.folder / "final")
+
+    def is_watched(self) -> bool:
+        every = self.recipe.evaluation.every_steps
+        return self.step in (0, *self.last_step.values()) or bool(every and self.step % every == 0)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.folder / "checkpoints" / f"step-{self.step:06d}"
+
+    def advance(self) -> None:
+        """Take one step, and write the training record if one is due."""
+        recipe: PhaseRecipe = getattr(self.recipe, self.phase)
+        self.learning_rate = self.schedule.get_last_lr()[0] / self.schedule.base_lrs[0] * recipe.learning_rate
+        parts = recipe.batch_size // self.micro_batch_size
+        batches = [next(self.batches) for _ in range(parts)]
+        batches = [{name: x.to(self.device) for name, x in batch.items()} for batch in batches]
+        found: dict[str, float] = {}
+        if self.phase == "align":
+            for batch in batches:
+                for layer, error in self.align(batch["input_ids"], self.autocast, 1 / parts).items():
+                    found[f"layer {layer}"] = found.get(f"layer {layer}", 0.0) + error / parts
+            loss = sum(found.values()) / len(found)
+            groups = [list(self.align.mixers[layer].parameters()) for layer in self.layers]
+        else:
+            targets = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
+            for batch in batches:
+                for name, value in self.distil(batch, self.autocast, targets).items():
+                    found[name] = found.get(name, 0.0) + value
+            loss = found["kl"] + recipe.ce_weight * found["ce"]
+            groups = [self.trained]
+        norms = torch.stack([torch.nn.utils.clip_grad_norm_(group, recipe.max_grad_norm) for group in groups])
+        if not (torch.isfinite(norms).all() and torch.isfinite(torch.tensor(loss))):
+            raise RunError(
+                f"the loss is {loss} and the gradient's norm {norms.max().item()} at step {self.step + 1}: lower "
+                f"{self.phase}.learning_rate and go on with resume=true"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.step += 1
+        self.tokens += recipe.batch_size * self.recipe.data.sequence_length
+        for name, value in {"steps": 1.0, "loss": loss, "grad_norm": norms.max().item(), **found}.items():
+            self.window[name] = self.window.get(name, 0.0) + value
+        self.progress.advance()
+        if self.step % self.recipe.train.log_every == 0 or self.step == self.last_step[self.phase]:
+            self.log_step()
+
+    def log_step(self) -> None:
+        """Write the record of the steps since the last one: means over them."""
+        now = time.perf_counter()
+        elapsed, steps = now - self.since, self.step - self.logged_at
+        self.train_seconds += elapsed
+        count = self.window.pop("steps")
+        means = {name: value / count for name, value in self.window.items()}
+        by_layer = {name.removeprefix("layer "): means.pop(name) for name in list(means) if name.startswith("layer ")}
+        self.window, self.logged_at, self.since = {}, self.step, now
+        recipe: PhaseRecipe = getattr(self.recipe, self.phase)
+        speed = steps * recipe.batch_size * self.recipe.data.sequence_length / elapsed
+        self.metrics.write(
+            self.phase,
+            step=self.step,
+            tokens=self.tokens,
+            **means,
+            **({"by_layer": by_layer} if by_layer else {}),
+            learning_rate=self.learning_rate,
+            tokens_per_second=speed,
+            seconds=now - self.started,
+        )
+        self.progress.show(self.step - self.first_step, means["loss"], speed)
+
+    def watch(self) -> None:
+        """Evaluate on a part of the held-out rows."""
+        result = self.evaluate(self.recipe.evaluation.watch_rows, ablate=False)
+        self.metrics.write("evaluation", step=self.step, tokens=self.tokens, sources=result)
+        for line in describe_evaluation(result):
+            print(f"after {self.tokens:,} training tokens: {line}", flush=True)
+
+    def evaluate(self, rows: int | None, ablate: bool) -> list[dict]:
+        """Perplexity on held-out rows of each source: teacher, student, and the student without its recurrence."""
+        models = {"teacher": self.teacher, "student": self.student}
+        scores = {name: self.held_out.score(model, rows, self.autocast) for name, model in models.items()}
+        if ablate:
+            with without_recurrence(self.student):
+                scores["without_recurrence"] = self.held_out.score(self.student, rows, self.autocast)
+        return self.held_out.summarise(scores)
+
+    def probe(self) -> dict[str, dict]:
+        """The recall probes that the recipe asks for, of teacher and student: task -> model -> records."""
+        recipe = self.recipe
+        if not recipe.evaluation.probes:
+            return {}
+        alphabet = make_alphabet(self.data.tokenizer, self.student.config.vocab_size, recipe.probes.alphabet)
+        tasks = {
+            "phrases": (repeated_phrases, recipe.phrases.distances, {"phrase_length": recipe.phrases.length}),
+            "lookup": (key_value_lookup, recipe.lookup.pairs, {}),
+            "copying": (copying, recipe.copying.lengths, {}),
+        }
+        common = {
+            "samples": recipe.probes.samples, "confidence": recipe.bootstrap.confidence,
+            "resamples": recipe.bootstrap.resamples, "seed": recipe.seed,
+        }  # fmt: skip
+        results = {}
+        for task in recipe.evaluation.probes:
+            function, settings, extra = tasks[task]
+            results[task] = {}
+            for name, model in (("teacher", self.teacher), ("student", self.student)):
+                with self.autocast():
+                    results[task][name] = function(model, alphabet, settings, **extra, **common)
+        return results
+
+    def save(self, folder: Path, is_resumable: bool = False) -> Path:
+        """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, with all that going on from it needs.
+
+        Raises:
+            RunError: the weights are not finite, or the folder cannot be written.
+        """
+        weights = self.student.state_dict()
+        if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+            raise RunError(f"the weights are not finite after step {self.step}: lower the learning rate")
+        tensors = {}
+        if is_resumable:
+            trains = self.phase is not None
+            tensors = {
+                "optimizer.pt": {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+                if trains
+                else {},
+                "processes.pt": {
+                    "batches": self.batches.state_dict() if trains else None,
+                    "random": random_state(self.device),
+                },
+            }
+        state = {
+            "step": self.step,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "window": self.window,
+            "metrics_bytes": self.metrics.sync(),
+            "train_seconds": self.train_seconds,
+            "seconds": time.perf_counter() - self.started,
+            "data": self.data.fingerprint,
+            "recipe": dataclasses.asdict(self.recipe),
+        }
+        with explain_failed_save(folder):
+            save_checkpoint(folder, self.student, self.data.tokenizer, weights, state, tensors)
+        return folder
+
+    def finish(self, saved: Path) -> dict:
+        """Judge the final model, and write plot, summary and card."""
+        result = self.evaluate(self.recipe.evaluation.rows, ablate=True)
+        self.metrics.write("evaluation", step=self.step, tokens=self.tokens, sources=result)
+        try:
+            probes = self.probe()
+        except MeasurementError as error:
+            raise RunError(f"evaluation.probes: {error}; the model is in {saved}") from None
+        config = self.student.config
+        summary = {
+            "teacher": self.recipe.teacher.path,
+            "mixer_types": config.mixer_types,
+            "parameters": count_parameters(self.student),
+            "precision": self.precision,
+            "steps": self.step,
+            "training_tokens": self.tokens,
+            "evaluation": result,
+            "probes": probes,
+            "train_seconds": self.train_seconds,
+            "seconds": time.perf_counter() - self.started,
+        }
+        title = f"{Path(self.recipe.teacher.path).name}: {describe_layers(config.mixer_types)}"
+        plot_conversion(self.folder / "metrics.jsonl", self.folder / "loss.png", title)
+        conversion_card(self.recipe, self.student, self.data, summary).save(saved / "README.md")
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        for line in describe_evaluation(result):
+            print(line)
+        print(
+            f"{self.tokens:,} training tokens, {summary['seconds']:.0f} s in all\nmodel in {saved}, plot in "
+            f"{self.folder / 'loss.png'}, metrics in {self.folder / 'metrics.jsonl'}",
+            flush=True,
+        )
+        if self.recipe.hub_model_id is not None:
+            print(f"sent to {upload_model(saved, self.recipe.hub_model_id)}")
+        return summary
+
+
+def load_teacher(recipe: ConversionRecipe, dtype: torch.dtype) -> PreTrainedModel:
+    """The softmax model; raises `SetupError` where it cannot be loaded, or its positions do not reach."""
+    refuse_adapter(recipe.teacher.path)
+    path = Path(recipe.teacher.path).expanduser()
+    try:
+        teacher = load_causal_lm(str(path) if path.is_dir() else recipe.teacher.path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"teacher.path={recipe.teacher.path} cannot be loaded: {error}") from None
+    limit = teacher.config.max_position_embeddings
+    if recipe.data.sequence_length > limit:
+        raise SetupError(
+            f"data.sequence_length={recipe.data.sequence_length} is beyond the teacher's max_position_embeddings={limit}: "
+            "shorten the rows"
+        )
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return teacher.to(device).eval().requires_grad_(False)
+
+
+def read_scores(file: str | None) -> list[float] | None:
+    """The scores of the layers, one a layer, from a JSON file; raises `SetupError`."""
+    if file is None:
+        return None
+    try:
+        scores = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        return [float(score) for score in scores]
+    except (OSError, ValueError, TypeError) as error:
+        raise SetupError(
+            f"layers.scores={file} must be a JSON file with a list of numbers, one a layer: {error}"
+        ) from None
+
+
+def mixer_types(recipe: ConversionRecipe, num_layers: int) -> list[str]:
+    """One spec a layer, as `layers` says; raises `SetupError`."""
+    layers = recipe.layers
+    try:
+        kept = choose_softmax_layers(
+            layers.strategy,
+            num_layers,
+            layers.count if layers.strategy != "list" else None,
+            offset=layers.offset,
+            seed=recipe.seed,
+            layers=layers.softmax,
+            scores=read_scores(layers.scores),
+        )
+    except SetupError:
+        raise
+    except ValueError as error:
+        raise SetupError(f"layers: {error}") from None
+    return place_mixers(num_layers, kept, layers.mixer)
+
+
+def make_student(recipe: ConversionRecipe, teacher: PreTrainedModel, data: TrainingData) -> AvgPathForCausalLM:
+    """The student at its start, calibrated if the recipe says so; raises `SetupError` for what cannot be converted."""
+    specs = mixer_types(recipe, teacher.config.num_hidden_layers)
+    settings, length = recipe.calibration, recipe.data.sequence_length
+    try:
+        calibration = None
+        if settings.tokens:
+            count = -(-settings.tokens // (4 * length))
+            progress = Progress(count)
+            progress.say(f"calibrate: {count * 4 * length:,} tokens through the teacher")
+
+            def texts() -> Iterator[torch.Tensor]:
+                batches = data.batches(4, seed=recipe.seed)
+                for step in range(count):
+                    since = time.perf_counter()
+                    yield next(batches)["input_ids"]
+                    progress.advance()
+                    if not progress.on_terminal and step + 1 == count // 2:
+                        left = (time.perf_counter() - since) * (count - step - 1)
+                        progress.say(f"calibrate: half done, {left:.0f} s left")
+                batches.close()
+
+            calibration = calibrate(teacher, texts(), fit_tokens=settings.fit_tokens)
+            progress.close()
+            progress.say(f"calibrate: fitting {specs.count(recipe.layers.mixer)} layers to their teacher layers")
+        student = from_softmax(teacher, specs, calibration=calibration, dtype=torch.float32, **recipe.config)
+    except (ValueError, TypeError) as error:
+        raise SetupError(f"{recipe.teacher.path} as {describe_layers(specs)}: {error}") from None
+    if not converted_layers(teacher, student) and (recipe.align.tokens or recipe.distil.tokens):
+        raise SetupError("no layer is converted, so there is nothing to train: lower layers.count")
+    return student
+
+
+def check_start(recipe: ConversionRecipe, checkpoint: Path, fingerprint: str) -> None:
+    """Raises `SetupError` if a field, or the data, differs that the steps of the checkpoint have come from."""
+    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    for key, (before, now) in recipe_changes(state["recipe"], recipe, FREE_ON_RESUME).items():
+        raise SetupError(
+            f"resume=true: '{key}' was {before!r} when the run began and is {now!r} now; put it back, or start anew in "
+            "another output_dir"
+        )
+    if state["data"] != fingerprint:
+        raise SetupError(
+            f"resume=true: the texts ({describe_sources(recipe.data)}) have changed since the run began; put them back, or "
+            "start anew in another output_dir"
+        )
+
+
+def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversion:
+    """Make data, teacher, student and folder ready, fresh or from a checkpoint."""
+    started = time.perf_counter()
+    torch.manual_seed(recipe.seed)
+    precision = choose_precision(recipe.train.mixed_precision)
+    folder = Path(recipe.output_dir).expanduser()
+    start = newest_whole_checkpoint(folder, PRETRAIN_FILES, "convert") if recipe.resume else None
+    earlier_files(recipe)  # an occupied folder is told before anything is computed
+    teacher = load_teacher(recipe, torch.float32)
+    data = prepare_data(recipe.data, TokenizerRecipe(path=recipe.teacher.path), teacher.config.vocab_size)
+    if start:
+        check_start(recipe, start, data.fingerprint)
+        student = load_causal_lm(str(start), dtype=torch.float32).to(teacher.device).eval()
+    else:
+        student = make_student(recipe, teacher, data)
+    if precision == "bf16":
+        teacher = load_teacher(recipe, torch.bfloat16)  # loaded anew: a cast would round the rotary frequencies too
+    if recipe.hub_model_id is not None:
+        recipe.hub_model_id = open_repository(recipe.hub_model_id, recipe.hub_private_repo)
+    open_run_folder(recipe)
+    remove_partial(folder)
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():  # of the run that goes on
+        state = json.loads((start / STATE_FILE).read_text(encoding="utf-8")) if start else {"metrics_bytes": 0}
+        os.truncate(metrics, min(state["metrics_bytes"], metrics.stat().st_size))
+    run = Conversion(
+        recipe, folder, data, teacher, student, MetricsLog(metrics), interruption, precision, started, start
+    )
+    print(
+        f"{teacher.config.model_type} {recipe.teacher.path} -> {describe_layers(student.config.mixer_types)}, "
+        f"{count_parameters(student):,} parameters\n{describe_sources(recipe.data)}: {data.validation_tokens:,} held-out "
+        f"tokens\n{run.steps:,} steps on {run.device} (mixed precision: {precision})"
+        + (f"\ngoes on from {start}" if start else ""),
+        flush=True,
+    )
+    if recipe.resume and start is None:
+        warn("convert", f"{folder} holds no checkpoint to go on from, so the run begins at the beginning")
+    return run
+
+
+def convert(recipe: ConversionRecipe) -> dict:
+    """Carry out `recipe`; returns the summary that the run's folder holds as ``summary.json``."""
+    if PartialState(cpu=not torch.accelerator.is_available()).num_processes > 1:
+        raise SetupError(
+            "convert.py runs in one process: start it without accelerate launch, or with --num_processes 1"
+        )
+    keep_freed_memory()
+    finished = Path(recipe.output_dir).expanduser() / "summary.json"
+    if recipe.resume and finished.exists():
+        warn("convert", f"{recipe.output_dir} holds a run that is finished, so there is nothing to go on with")
+        return json.loads(finished.read_text(encoding="utf-8"))
+    interruption = Interruption()
+    run = build_run(recipe, interruption)
+    with interruption:
+        saved = run.train()
+    try:
+        if interruption.received:  # during the last step
+            raise KeyboardInterrupt
+        return run.finish(saved)
+    except KeyboardInterrupt:
+        number = interruption.received or signal.SIGINT
+        raise Interrupted(f"training is complete, model in {saved}; its evaluation was cut short", number) from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_script(
+        "convert", lambda: convert(parse_recipe("convert", __doc__, EXAMPLES, arguments, ConversionRecipe))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

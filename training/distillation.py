@@ -1,0 +1,161 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""A student learns from its softmax teacher: its mixers layer by layer, then the whole of it from the teacher's logits."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from modeling_avgpath import AvgPathForCausalLM
+from modeling_avgpath.softmax_models import LayerPass, decoder, softmax_layers, watch
+from training.data import IGNORE
+from training.optimization import FUSED_DEVICES
+from training.recipe import PhaseRecipe
+
+SMALLEST_SIZE = 0.02  # of a parameter that starts at zero, for its learning rate: what a matrix is initialised with
+LOGIT_TOKENS = 256  # tokens whose logits are held at a time, in fp32 twice
+
+
+def converted_layers(teacher: nn.Module, student: AvgPathForCausalLM) -> list[int]:
+    """The layers in which the student has another mixer than its softmax teacher."""
+    softmax = {layer.index for layer in softmax_layers(teacher)}
+    return [i for i, spec in enumerate(student.config.mixer_specs) if spec.readout is not None and i in softmax]
+
+
+def trained_parameters(student: AvgPathForCausalLM, layers: Sequence[int], which: str) -> list[nn.Parameter]:
+    """The parameters that a phase trains, the others are frozen: `mixers` and `layers` are those of the given layers."""
+    parts = {
+        "all": [student],
+        "layers": [student.model.layers[index] for index in layers],
+        "mixers": [student.model.layers[index].mixer for index in layers],
+    }[which]
+    student.requires_grad_(False)
+    for part in parts:
+        part.requires_grad_(True)
+    return [parameter for parameter in student.parameters() if parameter.requires_grad]
+
+
+def build_optimizer(parameters: Sequence[nn.Parameter], recipe: PhaseRecipe) -> torch.optim.Optimizer:
+    """AdamW whose learning rate is relative to the size of each parameter (root mean square), for matrices and kernels.
+
+    Converted layers hold weights of very different size: what enters a short convolution is small, and the output
+    projection makes up for it. One absolute rate would be too much for one or nothing for the other. Vectors, such as norms
+    and decay rates, take the rate as it is.
+    """
+    groups = []
+    for parameter in parameters:
+        size = 1.0
+        if parameter.ndim > 1:
+            size = max(parameter.detach().float().square().mean().sqrt().item(), SMALLEST_SIZE)
+        groups.append({"params": [parameter], "lr": recipe.learning_rate * size})
+    fused = parameters[0].device.type in FUSED_DEVICES
+    return torch.optim.AdamW(groups, betas=(0.9, recipe.beta2), weight_decay=0.0, fused=fused)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, recipe: PhaseRecipe, steps: int) -> LRScheduler:
+    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak."""
+    warmup = math.ceil(recipe.warmup_ratio * steps)
+    options = {"min_lr_rate": recipe.min_lr_ratio}
+    return get_scheduler("cosine_with_min_lr", optimizer, warmup, steps, scheduler_specific_kwargs=options)
+
+
+def relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of `[B, T, hidden_size]` over the variance of the target: 1 is as bad as its mean."""
+    output, target = output.float(), target.float()
+    variance = (target - target.mean((0, 1))).square().mean()
+    return (output - target).square().mean() / variance.clamp(min=1e-12)
+
+
+class LayerAlignment:
+    """Teaches each converted layer what its teacher layer returns for the teacher's input.
+
+    One forward pass of the teacher serves all layers. Each one's gradient is taken as soon as the teacher has passed it,
+    so that no more than one layer's activations are held.
+    """
+
+    def __init__(self, teacher: nn.Module, student: AvgPathForCausalLM, layers: Sequence[int]):
+        self.body = decoder(teacher)
+        self.watched = [layer for layer in softmax_layers(teacher) if layer.index in set(layers)]
+        self.mixers = {index: student.model.layers[index].mixer for index in layers}
+
+    def __call__(self, input_ids: torch.Tensor, autocast, scale: float = 1.0) -> dict[int, float]:
+        """Add the gradients on `input_ids` `[B, T]`, times `scale`; returns the relative error of each layer.
+
+        Args:
+            autocast: makes the context manager that student layers run in.
+        """
+        errors = {}
+
+        def visit(seen: LayerPass) -> None:
+            with torch.enable_grad(), autocast():
+                output = self.mixers[seen.layer.index](
+                    seen.hidden_states.float(), position_embeddings=seen.position_embeddings
+                )[0]
+                error = relative_error(output, seen.output)
+                share = error * scale
+            share.backward()
+            errors[seen.layer.index] = error.item()
+
+        with torch.no_grad(), watch(self.watched, visit):
+            self.body(input_ids=input_ids, use_cache=False)
+        return errors
+
+
+class LogitDistillation:
+    """Teaches the student the teacher's distribution over the next token, by KL(teacher || student) and cross-entropy.
+
+    Logits are made for a few tokens at a time, of both models, and never held for all.
+    """
+
+    def __init__(self, teacher: nn.Module, student: AvgPathForCausalLM, ce_weight: float):
+        self.teacher, self.student, self.ce_weight = teacher, student, ce_weight
+
+    def __call__(self, batch: Mapping[str, torch.Tensor], autocast, targets: int) -> dict[str, float]:
+        """Add the gradients of a batch from `collate`, as its share of `targets` tokens.
+
+        Returns:
+            `kl` and `ce`, sums in nats over the batch's targets divided by `targets`.
+        """
+        labels = batch["shift_labels"].flatten()
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+        with torch.no_grad():
+            wanted = decoder(self.teacher)(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        with autocast():
+            hidden = self.student.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        leaf = hidden.detach().requires_grad_()
+        totals = {"kl": 0.0, "ce": 0.0}
+        for start in range(0, len(leaf), LOGIT_TOKENS):
+            part = slice(start, start + LOGIT_TOKENS)
+            is_target = labels[part] != IGNORE
+            with torch.no_grad():
+                teacher = self.teacher.lm_head(wanted[part]).float().log_softmax(-1)
+            with autocast():
+                logits = self.student.lm_head(leaf[part])
+            student = logits.float().log_softmax(-1)
+            kl = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)[is_target].sum() / targets
+            ce = F.nll_loss(student, labels[part], ignore_index=IGNORE, reduction="sum") / targets
+            (kl + self.ce_weight * ce).backward()
+            totals["kl"] += kl.item()
+            totals["ce"] += ce.item()
+        hidden.backward(leaf.grad)
+        return totals
+
+
+@contextlib.contextmanager
+def without_recurrence(model: AvgPathForCausalLM) -> Iterator[None]:
+    """Inside, the recurrent mixers of `model` return zeros: what is left is what its softmax layers alone can do."""
+    handles = [
+        layer.mixer.register_forward_hook(lambda _, __, result: (torch.zeros_like(result[0]), *result[1:]))
+        for spec, layer in zip(model.config.mixer_specs, model.model.layers, strict=True)
+        if spec.is_recurrent
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
