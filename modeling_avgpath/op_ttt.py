@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .op_common import check_backend, no_autocast
 from .op_fla import fla_ttt_linear, refuse_kernel, ttt_refusal, uses_kernel
+from .op_ttt_fit import NORM_EPS, Fit
 
 __all__ = [
     "ttt_initial_state",
@@ -54,7 +55,6 @@ __all__ = [
     "ttt_mlp_step",
 ]
 
-NORM_EPS = 1e-6
 # The expectation readout takes the memory's positions in blocks. Elements of the largest tensor inside a block:
 # measured best for a CPU's cache, and enough to fill an accelerator.
 BLOCK_ELEMENTS = 1 << 21
@@ -513,6 +513,50 @@ def _scan(
     return o, _pack_state(layers, pending, grid.final_place()) if output_final_state else None
 
 
+def _fit_from_start(
+    training: _Training, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, output_final_state: bool, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor] | None]:
+    """The reads mu_{W_t}(q_t) [B, T, H, Dv] of memories that begin with their learned weights, and the final state.
+
+    Every mini-batch starts at its first place, so all of them go through `Fit`, which has a backward pass of its own.
+    """
+    batch, _, heads, _ = k.shape
+    grid = _Grid(k, training.mini_batch_size, None, training.lengths)
+    q, k, v, eta = (grid.scatter(x.to(dtype)) for x in (q, k, v, eta.unsqueeze(-1)))  # [N, R, C, *]
+    norm, token_scale = training.norm(batch, dtype), training.scale(k)
+    state = ttt_initial_state(training.weights, batch, dtype)
+    layers, pending = _unpack_state(state, training.num_layers, dtype)
+    completed = grid.completed(heads)
+    causal = torch.ones(grid.size, grid.size, dtype=torch.bool, device=k.device).tril()
+    targets = v if norm is None else v - k
+    reads, *final = Fit.apply(
+        [layer.bias is not None for layer in layers],
+        k,
+        targets,
+        q,
+        torch.where(causal, token_scale * eta.mT, 0),
+        torch.where(completed, token_scale[-1] * eta, 0),
+        *(norm or (None, None)),
+        *(layer.weight if layer.bias is None else torch.cat(layer, dim=1) for layer in layers),
+    )
+    reads = grid.gather(reads)
+    if not output_final_state:
+        return reads, None
+    # In memory of its own: a view would keep both alive in a cache.
+    layers = [
+        _Layer(weight, None) if layer.bias is None else _Layer(weight[:, :-1].clone(), weight[:, -1:].clone())
+        for layer, weight in zip(layers, final, strict=True)
+    ]
+    # The mini-batch that a row has left unfinished began with the final weights.
+    unfinished = (grid.lengths // grid.size).clamp(max=grid.num - 1).repeat_interleave(heads)
+    k, targets, rates = (
+        x[unfinished, torch.arange(len(unfinished), device=k.device)]
+        for x in (k, targets, torch.where(completed, 0, eta))
+    )
+    pending = _accumulate(pending, *_inner_gradients(layers, k, targets, norm), rates, sign=1)
+    return reads, _pack_state(layers, pending, grid.final_place())
+
+
 def _ttt(
     training: _Training,
     q: Tensor,
@@ -547,6 +591,8 @@ def _ttt(
             for layer in layers[1:]:
                 mu = _affine(_gelu(mu), layer)
             mu = mu.view(v.shape)
+        elif initial_state is None:
+            mu, state = _fit_from_start(training, q, k, v, eta, output_final_state, dtype)
         else:
 
             def make_read(grid: _Grid, keys: Tensor) -> Callable[[_MiniBatch], Tensor]:
@@ -899,9 +945,9 @@ def ttt_linear(
         initial_state: the final state of an earlier call, or of `ttt_initial_state`; it replaces W1 and b1.
         output_final_state: also return the state after the last real token of each row.
         backend: "auto", "torch" or "fla" (a Triton kernel, for a learning rate that all tokens share; see op_fla).
-        checkpoint_group_size: keep the weights of every n-th mini-batch only and compute the rest again in the backward
-            pass: one more forward pass for a fraction of the memory, the least near the root of the number of
-            mini-batches. 0 keeps all.
+        checkpoint_group_size: from an initial state on, keep the weights of every n-th mini-batch only and compute the
+            rest again in the backward pass: one more forward pass for a fraction of the memory, the least near the root
+            of the number of mini-batches. 0 keeps all. (Without an initial state this is always so, by segments.)
 
     Returns:
         o [B, T, H, Dv] in q's dtype, and the final state (see the top of this file) or None.

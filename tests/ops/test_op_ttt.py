@@ -467,7 +467,9 @@ def test_checkpoint_groups_save_memory_and_change_nothing(model):
     def run(group, leaves):
         tokens = (leaves[name] for name in "qkve")
         learned = {name: leaves[name] for name in weights}
-        o, state = OPS[model](*tokens, learned, MINI_BATCH, output_final_state=True, checkpoint_group_size=group)
+        state = ttt_initial_state(learned, 1, torch.float64)
+        options = {"initial_state": state, "output_final_state": True, "checkpoint_group_size": group}
+        o, state = OPS[model](*tokens, learned, MINI_BATCH, **options)
         return [o, state["W1"], state["b1"]]
 
     expected = gradients(functools.partial(run, 0), inputs)
