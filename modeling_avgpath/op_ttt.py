@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .op_common import check_backend, no_autocast
 from .op_fla import fla_ttt_linear, refuse_kernel, ttt_refusal, uses_kernel
-from .op_ttt_fit import NORM_EPS, Fit
+from .op_ttt_fit import NORM_EPS, Fit, Layer, LossNorm, affine
 
 __all__ = [
     "ttt_initial_state",
@@ -62,20 +62,6 @@ ACCELERATOR_BLOCK_ELEMENTS = 1 << 25
 MIN_BLOCK = 16  # positions
 
 
-class _Layer(NamedTuple):
-    """One affine layer of mu of each of the R = B * H memories, or an increment of it."""
-
-    weight: Tensor  # [R, D_in, D_out]
-    bias: Tensor | None  # [R, 1, D_out]
-
-
-class _Norm(NamedTuple):
-    """The layer norm around mu."""
-
-    weight: Tensor  # [R, 1, Dv]
-    bias: Tensor  # [R, 1, Dv]
-
-
 class _Training(NamedTuple):
     """How a memory is trained: the arguments, as given, that all forms share."""
 
@@ -89,11 +75,11 @@ class _Training(NamedTuple):
     def weight_names(self) -> list[str]:
         return _weight_names(self.num_layers, self.weights)
 
-    def norm(self, batch: int, dtype: torch.dtype) -> _Norm | None:
+    def norm(self, batch: int, dtype: torch.dtype) -> LossNorm | None:
         if not self.inner_norm:
             return None
         parameters = (self.weights[name].to(dtype) for name in ("ln_weight", "ln_bias"))
-        return _Norm(*(x.expand(batch, *x.shape).flatten(0, 1).unsqueeze(1) for x in parameters))
+        return LossNorm(*(x.expand(batch, *x.shape).flatten(0, 1).unsqueeze(1) for x in parameters))
 
     def scale(self, like: Tensor) -> Tensor:
         """c_t [C, 1] in the dtype and on the device of `like`."""
@@ -106,11 +92,6 @@ class _Training(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # The inner model: values, gradients, updates and reads of one mini-batch of C tokens, for R = B * H memories.
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _affine(x: Tensor, layer: _Layer) -> Tensor:
-    """x [R, C, D_in] -> x W + b [R, C, D_out]."""
-    return torch.bmm(x, layer.weight) if layer.bias is None else torch.baddbmm(layer.bias, x, layer.weight)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -129,7 +110,7 @@ def _standardise(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * inverse_std, inverse_std
 
 
-def _loss_gradient(prediction: Tensor, target: Tensor, norm: _Norm | None) -> Tensor:
+def _loss_gradient(prediction: Tensor, target: Tensor, norm: LossNorm | None) -> Tensor:
     """Gradient of 1/2 |LN(z) - target|^2, without a norm 1/2 |z - target|^2, with respect to z = mu(k)."""
     if norm is None:
         return prediction - target
@@ -140,7 +121,7 @@ def _loss_gradient(prediction: Tensor, target: Tensor, norm: _Norm | None) -> Te
 
 
 def _inner_gradients(
-    layers: list[_Layer], k: Tensor, target: Tensor, norm: _Norm | None
+    layers: list[Layer], k: Tensor, target: Tensor, norm: LossNorm | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The factors of every token's inner gradient, which is inputs_s^T grads_s for a weight and grads_s for a bias.
 
@@ -148,31 +129,29 @@ def _inner_gradients(
     """
     inputs, outputs = [k], []
     for layer in layers[:-1]:
-        outputs.append(_affine(inputs[-1], layer))
+        outputs.append(affine(inputs[-1], layer))
         inputs.append(_gelu(outputs[-1]))
-    grads = [_loss_gradient(_affine(inputs[-1], layers[-1]), target, norm)]
+    grads = [_loss_gradient(affine(inputs[-1], layers[-1]), target, norm)]
     for layer, z in zip(layers[:0:-1], outputs[::-1], strict=True):
         grads.append(_gelu_gradient(torch.bmm(grads[-1], layer.weight.mT), z))
     return inputs, grads[::-1]
 
 
-def _accumulate(
-    layers: list[_Layer], inputs: list[Tensor], grads: list[Tensor], rate: Tensor, sign: int
-) -> list[_Layer]:
+def _accumulate(layers: list[Layer], inputs: list[Tensor], grads: list[Tensor], rate: Tensor, sign: int) -> list[Layer]:
     """layers + sign * sum_s rate_s (gradient of token s), rate [R, C, 1]."""
     result = []
     for layer, x, grad in zip(layers, inputs, grads, strict=True):
         scaled = rate * grad
         weight = torch.baddbmm(layer.weight, x.mT, scaled, alpha=sign)
         bias = None if layer.bias is None else torch.add(layer.bias, scaled.sum(1, keepdim=True), alpha=sign)
-        result.append(_Layer(weight, bias))
+        result.append(Layer(weight, bias))
     return result
 
 
-def _map_layers(function: Callable[..., Tensor], *models: list[_Layer]) -> list[_Layer]:
+def _map_layers(function: Callable[..., Tensor], *models: list[Layer]) -> list[Layer]:
     """`function` of the corresponding tensors of several models."""
     return [
-        _Layer(*(None if tensors[0] is None else function(*tensors) for tensors in zip(*layers, strict=True)))
+        Layer(*(None if tensors[0] is None else function(*tensors) for tensors in zip(*layers, strict=True)))
         for layers in zip(*models, strict=True)
     ]
 
@@ -186,12 +165,12 @@ class _MiniBatch(NamedTuple):
     """Mini-batch `index` as a readout sees it: with these, W_t acts on any point without being formed."""
 
     index: int
-    layers: list[_Layer]  # W_b
+    layers: list[Layer]  # W_b
     inputs: list[Tensor]  # of the layers, at the keys of the mini-batch: [R, C, D_in]
     grads: list[Tensor]  # [R, C, D_out]
     coefficients: Tensor  # c_t eta_s where s <= t, else 0: [R, C, C]
     token_scale: Tensor  # c_t: [C, 1]
-    pending: list[_Layer] | None  # the gradient sum that an earlier call left in this mini-batch
+    pending: list[Layer] | None  # the gradient sum that an earlier call left in this mini-batch
 
 
 def _read_queries(part: _MiniBatch, q: Tensor, products: Tensor) -> Tensor:
@@ -202,9 +181,9 @@ def _read_queries(part: _MiniBatch, q: Tensor, products: Tensor) -> Tensor:
             y = _gelu(y)
             products = torch.bmm(y, x.mT)
         attention = _with_bias_input(products, part.coefficients, layer.bias is not None)
-        z = torch.baddbmm(_affine(y, layer), attention, grad, alpha=-1)
+        z = torch.baddbmm(affine(y, layer), attention, grad, alpha=-1)
         if part.pending is not None:
-            z = z - part.token_scale * _affine(y, part.pending[index])
+            z = z - part.token_scale * affine(y, part.pending[index])
         y = z
     return y
 
@@ -355,12 +334,12 @@ def ttt_initial_state(
     return state
 
 
-def _unpack_state(state: dict[str, Tensor], num_layers: int, dtype: torch.dtype) -> tuple[list[_Layer], list[_Layer]]:
+def _unpack_state(state: dict[str, Tensor], num_layers: int, dtype: torch.dtype) -> tuple[list[Layer], list[Layer]]:
     """The weights W_b and the gradient sums of a state, batch and heads joined."""
 
-    def layer(prefix: str, index: int) -> _Layer:
+    def layer(prefix: str, index: int) -> Layer:
         weight, bias = state[f"{prefix}W{index}"], state.get(f"{prefix}b{index}")
-        return _Layer(
+        return Layer(
             weight.to(dtype).flatten(0, 1), None if bias is None else bias.to(dtype).flatten(0, 1).unsqueeze(1)
         )
 
@@ -368,7 +347,7 @@ def _unpack_state(state: dict[str, Tensor], num_layers: int, dtype: torch.dtype)
     return weights, pending
 
 
-def _pack_state(layers: list[_Layer], pending: list[_Layer], place: Tensor) -> dict[str, Tensor]:
+def _pack_state(layers: list[Layer], pending: list[Layer], place: Tensor) -> dict[str, Tensor]:
     """Inverse of `_unpack_state`."""
     state = {}
     batch = place.shape[0]
@@ -435,6 +414,21 @@ class _Grid:
         completed = self.place + self.lengths >= ends.unsqueeze(1)
         return completed.repeat_interleave(heads, 1)[:, :, None, None]
 
+    def rates(self, eta: Tensor, token_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From eta [N, R, C, 1]: the coefficients c_t eta_s where s <= t, else 0, [N, R, C, C]; the rates of the update of
+        filled mini-batches and of the gradient sum of unfinished ones, [N, R, C, 1], 0 elsewhere; and which are filled
+        [N, R, 1, 1].
+        """
+        completed = self.completed(eta.shape[1] // self.batch)
+        causal = torch.ones(self.size, self.size, dtype=torch.bool, device=eta.device).tril()
+        coefficients = torch.where(causal, token_scale * eta.mT, 0)
+        return (
+            coefficients,
+            torch.where(completed, token_scale[-1] * eta, 0),
+            torch.where(completed, 0, eta),
+            completed,
+        )
+
     def final_place(self) -> Tensor:
         return (self.place + self.lengths) % self.size
 
@@ -459,7 +453,7 @@ def _scan(
     `make_read(grid, keys [N, R, C, Dk])` prepares the function that reads [R, C, Dv] from a mini-batch; all reads come
     back as [B, T, H, Dv].
     """
-    batch, _, heads, _ = k.shape
+    batch = k.shape[0]
     grid = _Grid(
         k, training.mini_batch_size, None if initial_state is None else initial_state["place"], training.lengths
     )
@@ -473,16 +467,13 @@ def _scan(
     )
 
     # All that does not depend on the weights, for all mini-batches at once.
-    completed = grid.completed(heads)
-    causal = torch.ones(grid.size, grid.size, dtype=torch.bool, device=k.device).tril()
-    coefficients = torch.where(causal, token_scale * eta.mT, 0).unbind(0)  # N x [R, C, C]
-    update_rates = torch.where(completed, token_scale[-1] * eta, 0).unbind(0)  # N x [R, C, 1]
-    pending_rates = torch.where(completed, 0, eta).unbind(0)
+    *rates, completed = grid.rates(eta, token_scale)
+    coefficients, update_rates, pending_rates = (x.unbind(0) for x in rates)
     keys, targets = k.unbind(0), (v if norm is None else v - k).unbind(0)
 
     def run(
-        start: int, stop: int, layers: list[_Layer], pending: list[_Layer]
-    ) -> tuple[list[Tensor], list[_Layer], list[_Layer]]:
+        start: int, stop: int, layers: list[Layer], pending: list[Layer]
+    ) -> tuple[list[Tensor], list[Layer], list[Layer]]:
         outputs = []
         for index in range(start, stop):
             carried = pending if index == 0 and grid.carried else None
@@ -526,32 +517,26 @@ def _fit_from_start(
     norm, token_scale = training.norm(batch, dtype), training.scale(k)
     state = ttt_initial_state(training.weights, batch, dtype)
     layers, pending = _unpack_state(state, training.num_layers, dtype)
-    completed = grid.completed(heads)
-    causal = torch.ones(grid.size, grid.size, dtype=torch.bool, device=k.device).tril()
+    coefficients, update_rates, pending_rates, _ = grid.rates(eta, token_scale)
     targets = v if norm is None else v - k
     reads, *final = Fit.apply(
-        [layer.bias is not None for layer in layers],
+        output_final_state,
         k,
         targets,
         q,
-        torch.where(causal, token_scale * eta.mT, 0),
-        torch.where(completed, token_scale[-1] * eta, 0),
+        coefficients,
+        update_rates,
         *(norm or (None, None)),
-        *(layer.weight if layer.bias is None else torch.cat(layer, dim=1) for layer in layers),
+        *(w for layer in layers for w in layer),
     )
     reads = grid.gather(reads)
     if not output_final_state:
         return reads, None
-    # In memory of its own: a view would keep both alive in a cache.
-    layers = [
-        _Layer(weight, None) if layer.bias is None else _Layer(weight[:, :-1].clone(), weight[:, -1:].clone())
-        for layer, weight in zip(layers, final, strict=True)
-    ]
+    layers = [Layer(*pair) for pair in zip(final[::2], final[1::2], strict=True)]
     # The mini-batch that a row has left unfinished began with the final weights.
     unfinished = (grid.lengths // grid.size).clamp(max=grid.num - 1).repeat_interleave(heads)
     k, targets, rates = (
-        x[unfinished, torch.arange(len(unfinished), device=k.device)]
-        for x in (k, targets, torch.where(completed, 0, eta))
+        x[unfinished, torch.arange(len(unfinished), device=k.device)] for x in (k, targets, pending_rates)
     )
     pending = _accumulate(pending, *_inner_gradients(layers, k, targets, norm), rates, sign=1)
     return reads, _pack_state(layers, pending, grid.final_place())
@@ -587,9 +572,9 @@ def _ttt(
     with no_autocast(q):
         if k.shape[1] == 1:
             layers, state = _train_step(training, k, v, eta, initial_state, dtype)
-            mu = _affine(q.to(dtype).reshape(-1, 1, q.shape[-1]), layers[0])  # [R, 1, D_out]
+            mu = affine(q.to(dtype).reshape(-1, 1, q.shape[-1]), layers[0])  # [R, 1, D_out]
             for layer in layers[1:]:
-                mu = _affine(_gelu(mu), layer)
+                mu = affine(_gelu(mu), layer)
             mu = mu.view(v.shape)
         elif initial_state is None:
             mu, state = _fit_from_start(training, q, k, v, eta, output_final_state, dtype)
@@ -618,7 +603,7 @@ def _ttt(
 
 def _train_step(
     training: _Training, k: Tensor, v: Tensor, eta: Tensor, state: dict[str, Tensor] | None, dtype: torch.dtype
-) -> tuple[list[_Layer], dict[str, Tensor]]:
+) -> tuple[list[Layer], dict[str, Tensor]]:
     """Trains on one token, k [B, 1, H, Dk], v [B, 1, H, Dv], eta [B, 1, H]; returns its W_t and the new state."""
     batch, _, heads, _ = k.shape
     if state is None:
@@ -668,11 +653,11 @@ class _Positions(NamedTuple):
     scoring_k: Tensor  # [R, S, E]
     keys: Tensor  # [R, S, Dk]
     scale: float
-    norm: _Norm | None
+    norm: LossNorm | None
     block: int  # positions evaluated at once
 
 
-def _mu_at_tokens(layers: list[_Layer], part: _MiniBatch | None, points: Tensor) -> Tensor:
+def _mu_at_tokens(layers: list[Layer], part: _MiniBatch | None, points: Tensor) -> Tensor:
     """mu_{W_t}(points_i) for every token t of a mini-batch: points [R, S, Dk] -> [R, C, S, Dv].
 
     Without `part`, the layers are those of the only token that reads, and C = 1.
@@ -683,13 +668,13 @@ def _mu_at_tokens(layers: list[_Layer], part: _MiniBatch | None, points: Tensor)
             y = _gelu(y)
         tokens = y.shape[1]
         flat = y.flatten(1, 2)
-        y = _affine(flat, layer).unflatten(1, (tokens, -1))
+        y = affine(flat, layer).unflatten(1, (tokens, -1))
         if part is not None:
             products = torch.bmm(flat, part.inputs[index].mT).unflatten(1, (tokens, -1))  # [R, 1 or C, S, C]
             attention = _with_bias_input(products, part.coefficients.unsqueeze(2), layer.bias is not None)
             y = y - torch.bmm(attention.flatten(1, 2), part.grads[index]).view(*attention.shape[:3], -1)
             if part.pending is not None:
-                carried = _affine(flat, part.pending[index]).unflatten(1, (tokens, -1))
+                carried = affine(flat, part.pending[index]).unflatten(1, (tokens, -1))
                 y = y - part.token_scale.unsqueeze(-1) * carried
     return y
 
@@ -707,7 +692,7 @@ def _expectation_block(
     scoring_q: Tensor,
     allowed: Tensor,
     peak: Tensor,
-    layers: list[_Layer],
+    layers: list[Layer],
     part: _MiniBatch | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums over the positions start .. stop - 1 of p_ti, of p_ti mu and of p_ti k_i, p_ti = exp(score_ti - peak_t).
@@ -726,7 +711,7 @@ def _expectation_block(
 
 
 def _read_expectation(
-    positions: _Positions, scoring_q: Tensor, allowed: Tensor, layers: list[_Layer], part: _MiniBatch | None
+    positions: _Positions, scoring_q: Tensor, allowed: Tensor, layers: list[Layer], part: _MiniBatch | None
 ) -> Tensor:
     """sum_i a_ti f_{W_t}(k_i) [R, C, Dv] over the first positions, as many as `allowed` [B, C, S] has."""
     num = allowed.shape[-1]

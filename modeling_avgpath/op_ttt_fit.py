@@ -11,7 +11,8 @@ Notation, per mini-batch, with layers l of inputs x_l and outputs z_l (x_1 = k; 
     z_l = x_l W_l,   g_l = the gradient of the inner loss with respect to z_l,   W_l' = W_l - x_l^T (r g_l)
     y_1 = q,   u_l = y_l W_l - (c * (y_l x_l^T)) g_l,   y_2 = gelu_tanh(u_1)
 
-with the rates r [C, 1] and the causal coefficients c [C, C]. A bias is the last row of W, met by a last input of ones.
+with the rates r [C, 1] and the causal coefficients c [C, C]. A bias acts as another row of W does at an input of one, so
+that y_l x_l^T is one more.
 The inner loss is 1/2 |LN(z) - t|^2, or 1/2 |z - t|^2 without a norm. With x^ = LN without scale and shift, rho = 1 / std,
 m = the mean over channels and the symmetric J e = e - m(e) - x^ m(e x^),
 
@@ -31,15 +32,22 @@ NORM_EPS = 1e-6
 SEGMENT_WEIGHTS = 1 << 22  # numbers in the weights of a segment's mini-batches
 
 
+class Layer(NamedTuple):
+    """One affine layer of the R inner models, or a gradient of it; behind a further axis those of several mini-batches."""
+
+    weight: Tensor  # [R, D_in, D_out]
+    bias: Tensor | None  # [R, 1, D_out]
+
+    def at(self, index: int | slice) -> "Layer":
+        """That of one mini-batch, or of some."""
+        return Layer(*(None if w is None else w[index] for w in self))
+
+
 class LossNorm(NamedTuple):
     """Scale and shift of the layer norm in the inner loss, [R, 1, Dv]."""
 
     weight: Tensor
     bias: Tensor
-
-
-def _with_ones(x: Tensor, has_bias: bool) -> Tensor:
-    return F.pad(x, (0, 1), value=1.0) if has_bias else x
 
 
 def _standardise(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,11 +79,20 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 
+def affine(x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
+    """x W + b, for `[R, ., .]` or (without `out`) `[S, R, ., .]` tensors."""
+    weight, bias = layer
+    if x.ndim == 4:
+        flat = Layer(*(None if w is None else w.flatten(0, 1) for w in layer))
+        return affine(x.flatten(0, 1), flat).unflatten(0, x.shape[:2])
+    return torch.bmm(x, weight, out=out) if bias is None else torch.baddbmm(bias, x, weight, out=out)
+
+
 class _Segment:
     """Mini-batches that are computed together: keys, targets `[S, R, C, D]`, rates `[S, R, C, 1]`, and what follows.
 
     Attributes:
-        weights: per layer `[S + 1, R, D_in, D_out]`: those that each mini-batch begins with, and the last one's result.
+        layers: the S + 1 weights that each mini-batch begins with, and the last one's result if it is wanted.
         inputs, outputs, grads: per layer x_l, z_l, g_l, `[S, R, C, D]`.
     """
 
@@ -84,36 +101,38 @@ class _Segment:
         keys: Tensor,
         targets: Tensor,
         rates: Tensor,
-        start: list[Tensor],
-        biases: list[bool],
+        start: list[Layer],
         norm: LossNorm | None,
+        updates_last: bool,
     ):
-        self.keys, self.targets, self.rates, self.norm, self.biases = keys, targets, rates, norm, biases
+        self.keys, self.targets, self.rates, self.norm = keys, targets, rates, norm
         count, memories, size = keys.shape[:3]
-        self.weights = [w.new_empty(count + 1, *w.shape) for w in start]
-        for weights, w in zip(self.weights, start, strict=True):
-            weights[0] = w
-        self.inputs = [_with_ones(keys, biases[0])]
+        self.layers = [
+            Layer(*(None if w is None else w.new_empty(count + 1, *w.shape) for w in layer)) for layer in start
+        ]
+        for layers, layer in zip(self.layers, start, strict=True):
+            layers.weight[0] = layer.weight
+            if layer.bias is not None:
+                layers.bias[0] = layer.bias
         self.is_mlp = len(start) == 2
-        if self.is_mlp:
-            hidden = start[0].shape[-1]
-            self.inputs.append(keys.new_ones(count, memories, size, hidden + biases[1]))
-        self.outputs = [keys.new_empty(count, memories, size, w.shape[-1]) for w in start]
+        self.outputs = [keys.new_empty(count, memories, size, layer.weight.shape[-1]) for layer in start]
+        self.inputs = [keys, torch.empty_like(self.outputs[0])] if self.is_mlp else [keys]
         self.grads = [torch.empty_like(z) for z in self.outputs]
         if norm is not None:
             self.square = norm.weight.square()
             self.shift = (norm.bias - targets) * norm.weight
         for n in range(count):
             self._fit(n)
+            if updates_last or n + 1 < count:
+                self._update(n)
 
     def _fit(self, n: int) -> None:
-        weights, inputs = [w[n] for w in self.weights], [x[n] for x in self.inputs]
+        layers, inputs = [layer.at(n) for layer in self.layers], [x[n] for x in self.inputs]
         outputs, grads = [z[n] for z in self.outputs], [g[n] for g in self.grads]
-        torch.bmm(inputs[0], weights[0], out=outputs[0])
-        if self.is_mlp:
-            hidden = outputs[0].shape[-1]
-            inputs[1][..., :hidden] = F.gelu(outputs[0], approximate="tanh")
-            torch.bmm(inputs[1], weights[1], out=outputs[1])
+        for index, (x, layer, z) in enumerate(zip(inputs, layers, outputs, strict=True)):
+            if index:
+                x.copy_(F.gelu(outputs[0], approximate="tanh"))
+            affine(x, layer, out=z)
         z = outputs[-1]
         if self.norm is None:
             torch.sub(z, self.targets[n], out=grads[-1])
@@ -121,67 +140,72 @@ class _Segment:
             x_hat, mean, rho = _standardise(z)
             grads[-1].copy_(_unstandardise(torch.addcmul(self.shift[n], self.square, x_hat), z, mean, rho))
         if self.is_mlp:
-            back = torch.bmm(grads[1], weights[1][:, :hidden].mT)
+            back = torch.bmm(grads[1], layers[1].weight.mT)
             grads[0].copy_(torch.ops.aten.gelu_backward(back, outputs[0], approximate="tanh"))
-        for w, next_w, x, g in zip(weights, [w[n + 1] for w in self.weights], inputs, grads, strict=True):
-            torch.baddbmm(w, x.mT, self.rates[n] * g, alpha=-1, out=next_w)
+
+    def _update(self, n: int) -> None:
+        for (weight, bias), x, g in zip(self.layers, self.inputs, self.grads, strict=True):
+            scaled = self.rates[n] * g[n]
+            torch.baddbmm(weight[n], x[n].mT, scaled, alpha=-1, out=weight[n + 1])
+            if bias is not None:
+                torch.sub(bias[n], scaled.sum(1, keepdim=True), out=bias[n + 1])
 
     def read(self, queries: Tensor, coefficients: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """y_l, y_l x_l^T and u_l of all mini-batches; the reads are the last u."""
-        points, products, reads = [_with_ones(queries, self.biases[0])], [], []
-        for layer, (w, x, g) in enumerate(zip(self.weights, self.inputs, self.grads, strict=True)):
-            if layer:
-                points.append(_with_ones(F.gelu(reads[-1], approximate="tanh"), self.biases[1]))
+        """y_l, y_l x_l^T (one more with a bias) and u_l of all mini-batches; the reads are the last u."""
+        points, products, reads = [queries], [], []
+        for index, (layer, x, g) in enumerate(zip(self.layers, self.inputs, self.grads, strict=True)):
+            if index:
+                points.append(F.gelu(reads[-1], approximate="tanh"))
             products.append(_bmm(points[-1], x.mT))
-            reads.append(_bmm(points[-1], w[:-1]) - _bmm(coefficients * products[-1], g))
+            if layer.bias is not None:
+                products[-1] += 1
+            z = affine(points[-1], layer.at(slice(None, -1)))
+            reads.append(z - _bmm(coefficients * products[-1], g))
         return points, products, reads
 
     def backward(
-        self, queries: Tensor, coefficients: Tensor, d_reads: Tensor, d_weights: list[Tensor]
-    ) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        self, queries: Tensor, coefficients: Tensor, d_reads: Tensor, d_layers: list[Layer]
+    ) -> tuple[dict[str, Tensor | None], list[Layer]]:
         """Gradients of the segment's inputs, and of the weights that it began with.
 
         Args:
-            d_reads: `[S, R, C, Dv]`; d_weights: of the weights after the segment, per layer.
+            d_reads: `[S, R, C, Dv]`; d_layers: of the weights after the segment.
         """
         points, products, reads = self.read(queries, coefficients)
-        last = len(self.weights) - 1
+        last = len(self.layers) - 1
         d_coefficients = torch.zeros_like(coefficients)
-        d_inputs, d_grads, d_read_weights = [None] * (last + 1), [None] * (last + 1), [None] * (last + 1)
+        d_inputs, d_grads, d_read_layers = [None] * (last + 1), [None] * (last + 1), [None] * (last + 1)
         du = d_reads
         for layer in range(last, -1, -1):
-            w, x, g, y = self.weights[layer][:-1], self.inputs[layer], self.grads[layer], points[layer]
+            (w, bias), x, g, y = self.layers[layer], self.inputs[layer], self.grads[layer], points[layer]
             d_attention = _bmm(du, g.mT).neg_()
             d_coefficients.addcmul_(d_attention, products[layer])
             d_products = d_attention.mul_(coefficients)
             d_grads[layer] = _bmm((coefficients * products[layer]).mT, du).neg_()
             d_inputs[layer] = _bmm(d_products.mT, y)
-            d_read_weights[layer] = _bmm(y.mT, du)
-            dy = _bmm(du, w.mT) + _bmm(d_products, x)
+            d_read_layers[layer] = Layer(_bmm(y.mT, du), None if bias is None else du.sum(-2, keepdim=True))
+            dy = _bmm(du, w[:-1].mT) + _bmm(d_products, x)
             if layer:
-                hidden = reads[0].shape[-1]
-                du = torch.ops.aten.gelu_backward(dy[..., :hidden].contiguous(), reads[0], approximate="tanh")
-        d_outputs, d_norm = self._chain(d_inputs, d_grads, d_read_weights, d_weights)
+                du = torch.ops.aten.gelu_backward(dy, reads[0], approximate="tanh")
+        d_outputs, d_norm = self._chain(d_inputs, d_grads, d_read_layers, d_layers)
         d_rates = 0
-        for layer, (dw, g) in enumerate(zip(d_read_weights, self.grads, strict=True)):
-            # dw holds by now the gradient of the weights after each mini-batch.
-            update = _bmm(self.inputs[layer], dw)
-            d_rates = d_rates - (update * g).sum(-1, keepdim=True)
+        for x, d_layer, g in zip(self.inputs, d_read_layers, self.grads, strict=True):
+            # d_layer is by now the gradient of the weights after each mini-batch.
+            d_rates = d_rates - (affine(x, d_layer) * g).sum(-1, keepdim=True)
         scaled = self.rates * self.grads[0]
-        d_keys = d_inputs[0] - _bmm(scaled, d_read_weights[0].mT) + _bmm(d_outputs[0], self.weights[0][:-1].mT)
-        key_dim = self.keys.shape[-1]
+        dw, w = d_read_layers[0].weight, self.layers[0].weight[:-1]
         gradients = {
-            "keys": d_keys[..., :key_dim], "targets": d_norm.pop("targets"), "queries": dy[..., :key_dim],
+            "keys": d_inputs[0] - _bmm(scaled, dw.mT) + _bmm(d_outputs[0], w.mT), "queries": dy,
             "coefficients": d_coefficients, "rates": d_rates, **d_norm,
         }  # fmt: skip
-        return gradients, d_weights
+        return gradients, d_layers
 
     def _chain(
-        self, d_inputs: list[Tensor], d_grads: list[Tensor], d_read_weights: list[Tensor], d_weights: list[Tensor]
+        self, d_inputs: list[Tensor], d_grads: list[Tensor], d_read_layers: list[Layer], d_layers: list[Layer]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The sequential part, last mini-batch first; `d_weights` becomes the gradient of the first weights.
+        """The sequential part, last mini-batch first; `d_layers` becomes the gradient of the first weights.
 
-        On the way d_read_weights are replaced by the gradient of the weights after each mini-batch. Returns the gradients
+        On the way d_read_layers are replaced by the gradient of the weights after each mini-batch. Returns the gradients
         of z_l, and those of targets and norm.
         """
         count = len(self.keys)
@@ -196,19 +220,19 @@ class _Segment:
             x_part = rho * x_hat / -channels
             d_error = torch.empty_like(z)
         if self.is_mlp:
-            hidden = self.outputs[0].shape[-1]
+            upper = self.layers[1].weight[:-1]
             first, second = _gelu_derivatives(self.outputs[0])
-            second.mul_(_bmm(self.grads[1], self.weights[1][:-1, :, :hidden].mT))
+            second.mul_(_bmm(self.grads[1], upper.mT))
             scaled = self.rates * self.grads[1]
         for n in range(count - 1, -1, -1):
             rate = self.rates[n]
             dg = [
-                torch.addcmul(d_grad[n], rate, torch.bmm(x[n], dw), value=-1)
-                for d_grad, x, dw in zip(d_grads, self.inputs, d_weights, strict=True)
+                torch.addcmul(d_grad[n], rate, affine(x[n], d_layer), value=-1)
+                for d_grad, x, d_layer in zip(d_grads, self.inputs, d_layers, strict=True)
             ]
             if self.is_mlp:
                 d_back = dg[0] * first[n]
-                dg[1] = torch.baddbmm(dg[1], d_back, self.weights[1][n, :, :hidden])
+                dg[1] = torch.baddbmm(dg[1], d_back, upper[n])
             total = dg[-1]
             if self.norm is None:
                 d_outputs[-1][n] = total
@@ -222,17 +246,20 @@ class _Segment:
                     dz, x_part[n], torch.linalg.vecdot(total, self.grads[-1][n])[..., None], out=d_outputs[-1][n]
                 )
             if self.is_mlp:
-                dz = d_outputs[1][n]
-                dx = d_inputs[1][n]
-                dx = torch.baddbmm(dx, scaled[n], d_weights[1].mT, alpha=-1)
-                dx = torch.baddbmm(dx, dz, self.weights[1][n].mT)
-                torch.addcmul(dg[0] * second[n], dx[..., :hidden], first[n], out=d_outputs[0][n])
-            for layer, dw in enumerate(d_weights):
-                new = torch.baddbmm(dw, self.inputs[layer][n].mT, d_outputs[layer][n]).add_(d_read_weights[layer][n])
-                if layer:
-                    new[:, :hidden].baddbmm_(d_back.mT, self.grads[1][n])
-                d_read_weights[layer][n] = dw
-                d_weights[layer] = new
+                dx = torch.baddbmm(d_inputs[1][n], scaled[n], d_layers[1].weight.mT, alpha=-1)
+                dx = torch.baddbmm(dx, d_outputs[1][n], upper[n].mT)
+                torch.addcmul(dg[0] * second[n], dx, first[n], out=d_outputs[0][n])
+            for index, (d_layer, d_read) in enumerate(zip(list(d_layers), d_read_layers, strict=True)):
+                dz = d_outputs[index][n]
+                weight = torch.baddbmm(d_layer.weight, self.inputs[index][n].mT, dz).add_(d_read.weight[n])
+                if index:
+                    weight.baddbmm_(d_back.mT, self.grads[1][n])
+                bias = None
+                if d_layer.bias is not None:
+                    bias = dz.sum(1, keepdim=True).add_(d_layer.bias).add_(d_read.bias[n])
+                    d_read.bias[n] = d_layer.bias
+                d_read.weight[n] = d_layer.weight
+                d_layers[index] = Layer(weight, bias)
         if self.norm is None:
             return d_outputs, {"targets": d_outputs[-1].neg(), "weight": None, "bias": None}
         d_bias = d_error * self.norm.weight
@@ -245,49 +272,52 @@ class _Segment:
 
 
 class Fit(torch.autograd.Function):
-    """Reads `[N, R, C, Dv]` of N mini-batches, and the final weights, per layer `[R, D_in (+ 1), D_out]`.
+    """Reads `[N, R, C, Dv]` of N mini-batches, and if wanted the final weights, as the first ones are given.
 
     Args:
-        biases: per layer, whether the last row of its weights is a bias.
+        output_weights: whether they are wanted.
         keys, queries: `[N, R, C, Dk]`; targets: `[N, R, C, Dv]`; coefficients: `[N, R, C, C]`; rates: `[N, R, C, 1]`.
         norm_weight, norm_bias: `[R, 1, Dv]`, or `None` for the plain loss.
+        weights: those that the first mini-batch begins with: weight and bias (or `None`) of each layer (see `Layer`).
 
     Saves its inputs and the weights before each segment.
     """
 
     @staticmethod
-    def forward(ctx, biases, keys, targets, queries, coefficients, rates, norm_weight, norm_bias, *weights):
+    def forward(ctx, output_weights, keys, targets, queries, coefficients, rates, norm_weight, norm_bias, *weights):
         norm = None if norm_weight is None else LossNorm(norm_weight, norm_bias)
-        count = max(1, SEGMENT_WEIGHTS // sum(w.numel() for w in weights))
+        count = max(1, SEGMENT_WEIGHTS // sum(w.numel() for w in weights if w is not None))
         parts = [slice(start, start + count) for start in range(0, len(keys), count)]
         reads, starts, current = torch.empty_like(targets), [], list(weights)
         for part in parts:
             starts.append(current)
-            segment = _Segment(keys[part], targets[part], rates[part], current, biases, norm)
+            goes_on = output_weights or part.stop < len(keys)
+            segment = _Segment(keys[part], targets[part], rates[part], _pairs(current), norm, updates_last=goes_on)
             reads[part] = segment.read(queries[part], coefficients[part])[2][-1]
-            current = [w[-1].clone() for w in segment.weights]
+            if goes_on:
+                current = [None if w is None else w[-1].clone() for layer in segment.layers for w in layer]
         ctx.save_for_backward(
             keys, targets, queries, coefficients, rates, norm_weight, norm_bias, *(w for start in starts for w in start)
         )
-        ctx.biases, ctx.parts = biases, parts
-        return reads, *current
+        ctx.parts = parts
+        return reads, *(current if output_weights else ())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_reads, *d_weights):
         keys, targets, queries, coefficients, rates, norm_weight, norm_bias, *starts = ctx.saved_tensors
         norm = None if norm_weight is None else LossNorm(norm_weight, norm_bias)
-        layers = len(ctx.biases)
         inputs = {
             "keys": keys, "targets": targets, "queries": queries, "coefficients": coefficients, "rates": rates
         }  # fmt: skip
         grads = {name: torch.empty_like(x) for name, x in inputs.items()}
-        d_weights, d_norm = list(d_weights), [None, None]
+        count = len(starts) // len(ctx.parts)
+        d_layers = _pairs(d_weights or [None if w is None else torch.zeros_like(w) for w in starts[:count]])
+        d_norm = [None, None]
         for index in range(len(ctx.parts) - 1, -1, -1):
-            part = ctx.parts[index]
-            start = starts[index * layers : (index + 1) * layers]
-            segment = _Segment(keys[part], targets[part], rates[part], start, ctx.biases, norm)
-            found, d_weights = segment.backward(queries[part], coefficients[part], d_reads[part], d_weights)
+            part, start = ctx.parts[index], starts[index * count : (index + 1) * count]
+            segment = _Segment(keys[part], targets[part], rates[part], _pairs(start), norm, updates_last=False)
+            found, d_layers = segment.backward(queries[part], coefficients[part], d_reads[part], d_layers)
             for name, grad in grads.items():
                 grad[part] = found[name]
             if norm is not None:
@@ -295,4 +325,9 @@ class Fit(torch.autograd.Function):
                     found[name] if old is None else old + found[name]
                     for name, old in zip(("weight", "bias"), d_norm, strict=True)
                 ]
-        return None, *grads.values(), *d_norm, *d_weights
+        return None, *grads.values(), *d_norm, *(w for layer in d_layers for w in layer)
+
+
+def _pairs(weights) -> list[Layer]:
+    """Weight, bias, weight, bias, ... as layers."""
+    return [Layer(*pair) for pair in zip(weights[::2], weights[1::2], strict=True)]

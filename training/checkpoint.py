@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_avgpath.modeling_avgpath import faulty_files
 from training.recipe import FinetuneRecipe, Recipe, RunError, SetupError, recipe_to_yaml
-from training.script import warn
+from training.script import Interrupted, warn
 
 STATE_FILE = "training_state.json"
 # What a checkpoint must hold to go on from, as patterns: one of Transformers' `Trainer`, and one of `pretrain.py`.
@@ -242,6 +242,24 @@ class Interruption:
         if self.received:
             raise KeyboardInterrupt
         self.received = number
+
+    @contextlib.contextmanager
+    def after_training(self, saved: Path, what: str) -> Iterator[None]:
+        """Around what follows the last step. A signal, even one from within that step, ends it; the model is in `saved`.
+
+        Args:
+            what: is cut short then, with its verb, such as "its evaluation was".
+
+        Raises:
+            Interrupted: a signal came.
+        """
+        try:
+            if self.received:
+                raise KeyboardInterrupt
+            yield
+        except KeyboardInterrupt:
+            number = self.received or signal.SIGINT
+            raise Interrupted(f"training is complete, model in {saved}; {what} cut short", number) from None
 
     def agreed(self, accelerator) -> bool:
         """True on every process once any of them was told to stop."""

@@ -16,7 +16,7 @@ from training.corpus import list_sources
 from training.data import IGNORE, TrainingData, collate
 from training.probes import estimate, evaluation_mode, token_nll
 from training.recipe import BootstrapRecipe, ConversionRecipe
-from training.tracking import BLUE, GREY, RED, matplotlib, plt, read_metrics
+from training.tracking import BLUE, GREY, RED, matplotlib, plt, read_metrics, tidy
 
 
 class HeldOutRows:
@@ -122,9 +122,7 @@ def plot_conversion(metrics: Path, image: Path, title: str) -> None:
             axes.legend(frameon=False, fontsize=8)
         axes.set_xlabel("training tokens")
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-        axes.grid(color="#dddddd", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.savefig(image)
     plt.close(figure)

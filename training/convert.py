@@ -9,13 +9,10 @@ ready for the Hub, with what was measured on its card.
 import dataclasses
 import functools
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):  # started as a file: Python put this folder on the path, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -31,7 +28,6 @@ from modeling_avgpath.conversion_layers import choose_softmax_layers, place_mixe
 from training.card import describe_layers
 from training.checkpoint import (
     PRETRAIN_FILES,
-    STATE_FILE,
     Interruption,
     earlier_files,
     explain_failed_save,
@@ -58,9 +54,9 @@ from training.modeling import count_parameters, load_causal_lm, refuse_adapter
 from training.probes import MeasurementError, copying, key_value_lookup, make_alphabet, repeated_phrases
 from training.publish import open_repository, upload_model
 from training.recipe import ConversionRecipe, PhaseRecipe, RunError, SetupError, TokenizerRecipe
-from training.resume import random_state, recipe_changes, set_random_state
+from training.resume import StartingPoint, random_state, recipe_changes, set_random_state
 from training.script import Interrupted, parse_recipe, run_script, warn
-from training.tracking import MetricsLog, Progress
+from training.tracking import MetricsLog, Progress, truncate_metrics
 
 PHASES = ("align", "distil")
 EXAMPLES = """  python training/convert.py teacher.path=HuggingFaceTB/SmolLM2-135M output_dir=runs/convert/smollm
@@ -94,7 +90,7 @@ class Conversion:
     interruption: Interruption
     precision: str
     started: float  # time.perf_counter() at the start of the script
-    start: Path | None  # the checkpoint that it goes on from
+    start: StartingPoint | None
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -115,15 +111,11 @@ class Conversion:
             torch.autocast, self.device.type, torch.bfloat16, enabled=self.precision == "bf16"
         )
         if self.start:
-            state = json.loads((self.start / STATE_FILE).read_text(encoding="utf-8"))
+            state = self.start.state
             self.step, self.tokens, self.window = state["step"], state["tokens"], state["window"]
             self.train_seconds = state["train_seconds"]
             self.started -= state["seconds"]
-            set_random_state(self.tensors("processes.pt")["random"], self.device)
-
-    def tensors(self, name: str) -> Any:
-        """What `torch.save` wrote into the checkpoint to go on from."""
-        return torch.load(self.start / name, map_location="cpu", weights_only=True)
+            set_random_state(self.start.tensors("processes.pt")["random"], self.device)
 
     def begin(self, phase: str) -> None:
         """Make parameters, optimiser, schedule and data of a phase ready, at its start or where the checkpoint was."""
@@ -141,10 +133,10 @@ class Conversion:
         # The calibration has the seed itself: every phase reads the texts in an order of its own.
         self.batches = self.data.batches(self.micro_batch_size, seed=self.recipe.seed + 1 + index)
         if self.start and first < self.step:
-            saved = self.tensors("optimizer.pt")
+            saved = self.start.tensors("optimizer.pt")
             self.optimizer.load_state_dict(saved["optimizer"])
             self.schedule.load_state_dict(saved["schedule"])
-            self.batches.load_state_dict(self.tensors("processes.pt")["batches"])
+            self.batches.load_state_dict(self.start.tensors("processes.pt")["batches"])
         if phase == "align":
             self.align = LayerAlignment(self.teacher, self.student, self.layers)
         else:
@@ -455,15 +447,11 @@ def make_student(recipe: ConversionRecipe, teacher: PreTrainedModel, data: Train
     return student
 
 
-def check_start(recipe: ConversionRecipe, checkpoint: Path, fingerprint: str) -> None:
+def check_start(recipe: ConversionRecipe, start: StartingPoint, fingerprint: str) -> None:
     """Raises `SetupError` if a field, or the data, differs that the steps of the checkpoint have come from."""
-    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    for key, (before, now) in recipe_changes(state["recipe"], recipe, FREE_ON_RESUME).items():
-        raise SetupError(
-            f"resume=true: '{key}' was {before!r} when the run began and is {now!r} now; put it back, or start anew in "
-            "another output_dir"
-        )
-    if state["data"] != fingerprint:
+    for key, (before, now) in recipe_changes(start.state["recipe"], recipe, FREE_ON_RESUME).items():
+        raise start.refuse(key, before, now)
+    if start.state["data"] != fingerprint:
         raise SetupError(
             f"resume=true: the texts ({describe_sources(recipe.data)}) have changed since the run began; put them back, or "
             "start anew in another output_dir"
@@ -476,25 +464,25 @@ def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversio
     torch.manual_seed(recipe.seed)
     precision = choose_precision(recipe.train.mixed_precision)
     folder = Path(recipe.output_dir).expanduser()
-    start = newest_whole_checkpoint(folder, PRETRAIN_FILES, "convert") if recipe.resume else None
+    newest = newest_whole_checkpoint(folder, PRETRAIN_FILES, "convert") if recipe.resume else None
+    start = StartingPoint.read(newest) if newest else None
     earlier_files(recipe)  # an occupied folder is told before anything is computed
-    teacher = load_teacher(recipe, torch.float32)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    teacher = load_teacher(recipe, dtype if start else torch.float32)  # the student is made from it in fp32
     data = prepare_data(recipe.data, TokenizerRecipe(path=recipe.teacher.path), teacher.config.vocab_size)
     if start:
         check_start(recipe, start, data.fingerprint)
-        student = load_causal_lm(str(start), dtype=torch.float32).to(teacher.device).eval()
+        student = load_causal_lm(str(start.folder), dtype=torch.float32).to(teacher.device).eval()
     else:
         student = make_student(recipe, teacher, data)
-    if precision == "bf16":
-        teacher = load_teacher(recipe, torch.bfloat16)  # loaded anew: a cast would round the rotary frequencies too
+        if dtype != torch.float32:
+            teacher = load_teacher(recipe, dtype)  # loaded anew: a cast would round the rotary frequencies too
     if recipe.hub_model_id is not None:
         recipe.hub_model_id = open_repository(recipe.hub_model_id, recipe.hub_private_repo)
     open_run_folder(recipe)
     remove_partial(folder)
     metrics = folder / "metrics.jsonl"
-    if metrics.exists():  # of the run that goes on
-        state = json.loads((start / STATE_FILE).read_text(encoding="utf-8")) if start else {"metrics_bytes": 0}
-        os.truncate(metrics, min(state["metrics_bytes"], metrics.stat().st_size))
+    truncate_metrics(metrics, start.state["metrics_bytes"] if start else 0)
     run = Conversion(
         recipe, folder, data, teacher, student, MetricsLog(metrics), interruption, precision, started, start
     )
@@ -502,7 +490,7 @@ def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversio
         f"{teacher.config.model_type} {recipe.teacher.path} -> {describe_layers(student.config.mixer_types)}, "
         f"{count_parameters(student):,} parameters\n{describe_sources(recipe.data)}: {data.validation_tokens:,} held-out "
         f"tokens\n{run.steps:,} steps on {run.device} (mixed precision: {precision})"
-        + (f"\ngoes on from {start}" if start else ""),
+        + (f"\ngoes on from {start.folder}" if start else ""),
         flush=True,
     )
     if recipe.resume and start is None:
@@ -525,13 +513,8 @@ def convert(recipe: ConversionRecipe) -> dict:
     run = build_run(recipe, interruption)
     with interruption:
         saved = run.train()
-    try:
-        if interruption.received:  # during the last step
-            raise KeyboardInterrupt
+    with interruption.after_training(saved, "its evaluation was"):
         return run.finish(saved)
-    except KeyboardInterrupt:
-        number = interruption.received or signal.SIGINT
-        raise Interrupted(f"training is complete, model in {saved}; its evaluation was cut short", number) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

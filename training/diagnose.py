@@ -27,7 +27,7 @@ from training.data import load_documents, split_documents
 from training.modeling import count_parameters, load_causal_lm, refuse_adapter
 from training.recipe import DiagnoseRecipe, RunError, SetupError, nearest, recipe_to_yaml
 from training.script import Interrupted, parse_recipe, run_script
-from training.tracking import BLUE, GREY, RED, plt
+from training.tracking import BLUE, GREY, RED, plt, tidy
 
 EXAMPLES = """  python training/diagnose.py
   python training/diagnose.py model.path=HuggingFaceTB/SmolLM2-135M model.dtype=bfloat16 output_dir=runs/diagnose/smollm
@@ -283,9 +283,7 @@ def plot_layers(found: Diagnosis, image: Path) -> None:
         axes.set(xlabel="layer", ylabel="change of the loss (nats per token)", title=f"one layer as {memory}")
         axes.set_yscale("symlog", linthresh=0.01)
     for axes in all_axes[0]:
-        axes.grid(color="#dddddd", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{found.model}: by layer", x=0.01, ha="left", fontsize=10)
     figure.savefig(image)

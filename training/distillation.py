@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
 
 from modeling_avgpath import AvgPathForCausalLM
 from modeling_avgpath.softmax_models import LayerPass, decoder, softmax_layers, watch
+from training import optimization
 from training.data import IGNORE
-from training.optimization import FUSED_DEVICES
-from training.recipe import PhaseRecipe
+from training.recipe import PhaseRecipe, ScheduleRecipe
 
 SMALLEST_SIZE = 0.02  # of a parameter that starts at zero, for its learning rate: what a matrix is initialised with
 LOGIT_TOKENS = 256  # tokens whose logits are held at a time, in fp32 twice
@@ -53,15 +52,15 @@ def build_optimizer(parameters: Sequence[nn.Parameter], recipe: PhaseRecipe) -> 
         if parameter.ndim > 1:
             size = max(parameter.detach().float().square().mean().sqrt().item(), SMALLEST_SIZE)
         groups.append({"params": [parameter], "lr": recipe.learning_rate * size})
-    fused = parameters[0].device.type in FUSED_DEVICES
+    fused = parameters[0].device.type in optimization.FUSED_DEVICES
     return torch.optim.AdamW(groups, betas=(0.9, recipe.beta2), weight_decay=0.0, fused=fused)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, recipe: PhaseRecipe, steps: int) -> LRScheduler:
     """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak."""
     warmup = math.ceil(recipe.warmup_ratio * steps)
-    options = {"min_lr_rate": recipe.min_lr_ratio}
-    return get_scheduler("cosine_with_min_lr", optimizer, warmup, steps, scheduler_specific_kwargs=options)
+    schedule = ScheduleRecipe("cosine", warmup_steps=warmup, min_lr_ratio=recipe.min_lr_ratio)
+    return optimization.build_schedule(optimizer, schedule, steps)
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

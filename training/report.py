@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.tracking import BLUE, GREY, RED, plt
+from training.tracking import BLUE, GREY, RED, plt, tidy
 
 
 def _number(estimate: dict, digits: int = 3, factor: float = 1.0) -> str:
@@ -152,9 +152,7 @@ def plot_report(result: dict, image: Path) -> None:
             axes.set_ylim(bottom=0)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
-        axes.grid(color="#dddddd", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{result['model']} ({result['model_type']})", x=0.01, ha="left", fontsize=10)
     figure.savefig(image)

@@ -52,7 +52,7 @@ def recipe_changes(before: dict, now: Any, free: Sequence[str]) -> dict[str, tup
 
 @dataclasses.dataclass(frozen=True)
 class StartingPoint:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run of `pretrain.py` or `convert.py` goes on from; the checks but `refuse` are pretraining's.
 
     Attributes:
         folder: the checkpoint.
@@ -63,6 +63,11 @@ class StartingPoint:
     folder: Path
     state: dict
     is_branch: bool
+
+    @classmethod
+    def read(cls, folder: Path, is_branch: bool = False) -> "StartingPoint":
+        """That of a whole checkpoint."""
+        return cls(folder, json.loads((folder / STATE_FILE).read_text(encoding="utf-8")), is_branch)
 
     @property
     def step(self) -> int:
@@ -77,7 +82,8 @@ class StartingPoint:
         """What `torch.save` wrote as `name`."""
         return torch.load(self.folder / name, map_location="cpu", weights_only=True)
 
-    def _refuse(self, key: str, before: Any, now: Any, reason: str = "") -> SetupError:
+    def refuse(self, key: str, before: Any, now: Any, reason: str = "") -> SetupError:
+        """The error for a recipe whose field `key` has changed where it may not."""
         what = f"branch_from={self.folder}" if self.is_branch else "resume=true"
         return SetupError(
             f"{what}: '{key}' was {before!r} when the run began and is {now!r} now{reason}; put it back, or start anew in "
@@ -94,10 +100,10 @@ class StartingPoint:
         if self.is_branch:
             free += ("data.", "tokenizer.")
         for key, (before, now) in recipe_changes(self.state["recipe"], recipe, free).items():
-            raise self._refuse(key, before, now)
+            raise self.refuse(key, before, now)
         for key, (before, now) in changed_fields(self.state["model_config"], model_config).items():
             if key != "transformers_version":
-                raise self._refuse(f"model.{key}", before, now)
+                raise self.refuse(f"model.{key}", before, now)
         self._check_schedule(recipe)
 
     def _check_schedule(self, recipe: Recipe) -> None:
@@ -113,7 +119,7 @@ class StartingPoint:
             return
         key, (old, new) = next(iter(changes.items()), ("train.steps", (old_steps, recipe.train.steps)))
         if recipe.schedule.name != "wsd":
-            raise self._refuse(key, old, new, f", and a {recipe.schedule.name} schedule spans all steps")
+            raise self.refuse(key, old, new, f", and a {recipe.schedule.name} schedule spans all steps")
         old_end = old_steps - decay_length(old_schedule, old_steps, self.state["branched_at"])
         new_end = recipe.train.steps - decay_length(recipe.schedule, recipe.train.steps, self.branched_at)
         if not recipe.schedule.warmup_steps <= self.step <= min(old_end, new_end):
@@ -135,7 +141,7 @@ class StartingPoint:
                   if key.startswith(("data.", "tokenizer.")) and key != "data.cache_dir"}  # fmt: skip
         if not self.is_branch:
             for key, (before, now) in fields.items():
-                raise self._refuse(key, before, now, ", and the data differs")
+                raise self.refuse(key, before, now, ", and the data differs")
             raise SetupError(
                 f"resume=true: the training data (data.path={recipe.data.path}, or how it is written as tokens) has changed "
                 "since the run began; put it back, or start anew in another output_dir"
@@ -155,7 +161,7 @@ def find_start(recipe: Recipe) -> StartingPoint | None:
     """
     folder = Path(recipe.output_dir).expanduser()
     if recipe.resume and (newest := newest_whole_checkpoint(folder, PRETRAIN_FILES, "pretrain")):
-        return _starting_point(newest, is_branch=False)
+        return StartingPoint.read(newest)
     if recipe.branch_from is None:
         return None
     source = Path(recipe.branch_from).expanduser()
@@ -166,11 +172,7 @@ def find_start(recipe: Recipe) -> StartingPoint | None:
         raise SetupError(
             f"branch_from={source} is no whole checkpoint ({damage}); it must be one of checkpoints/ in a run's folder"
         )
-    return _starting_point(source, is_branch=True)
-
-
-def _starting_point(folder: Path, is_branch: bool) -> StartingPoint:
-    return StartingPoint(folder, json.loads((folder / STATE_FILE).read_text(encoding="utf-8")), is_branch)
+    return StartingPoint.read(source, is_branch=True)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

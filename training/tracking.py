@@ -47,6 +47,12 @@ class MetricsLog:
         return os.fstat(self._stream.fileno()).st_size
 
 
+def truncate_metrics(file: Path, size: int) -> None:
+    """Keep the first `size` bytes, which were there when a checkpoint was written."""
+    if file.exists():
+        os.truncate(file, min(size, file.stat().st_size))
+
+
 def _records(file: Path) -> list[dict]:
     """All records, none where the file is gone: a run can go on without its metrics."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
@@ -116,6 +122,13 @@ class Progress:
         self.bar.close()
 
 
+def tidy(axes) -> None:
+    """The plain look of all plots: a pale grid behind the data, no frame above and on the right."""
+    axes.grid(color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def plot_losses(metrics: Path, image: Path, title: str) -> None:
     """Draw training and validation loss (nats per token) over training tokens, with perplexity on the right."""
     train, validation = read_metrics(metrics, "train"), read_metrics(metrics, "validation")
@@ -149,9 +162,7 @@ def plot_losses(metrics: Path, image: Path, title: str) -> None:
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.margins(y=0.1)
     axes.set_xlim(left=0)
-    axes.grid(color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.legend(frameon=False)
     right = axes.secondary_yaxis("right", functions=(lambda nats: nats, lambda nats: nats))
     right.yaxis.set_major_formatter(lambda nats, _: f"{math.exp(nats):,.0f}")
@@ -216,9 +227,7 @@ def plot_training(metrics: Path, image: Path, title: str) -> None:
         if not axes.has_data():
             axes.set_axis_off()
             continue
-        axes.grid(color="#dddddd", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.savefig(image)
     plt.close(figure)

@@ -13,24 +13,27 @@ def leaf(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.parametrize("output_weights", [True, False])
 @pytest.mark.parametrize("segment_weights", [1, 200, 1 << 22])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("is_mlp", [False, True])
-def test_gradients(is_mlp, has_norm, has_bias, segment_weights, monkeypatch):
+def test_gradients(is_mlp, has_norm, has_bias, segment_weights, output_weights, monkeypatch):
     monkeypatch.setattr(op_ttt_fit, "SEGMENT_WEIGHTS", segment_weights)
     torch.manual_seed(0)
     tokens = [leaf(COUNT, MEMORIES, SIZE, DIM) for _ in range(3)]
     coefficients = (0.3 * torch.rand(COUNT, MEMORIES, SIZE, SIZE, dtype=torch.float64)).tril().requires_grad_()
     rates = (0.3 * torch.rand(COUNT, MEMORIES, SIZE, 1, dtype=torch.float64)).requires_grad_()
     norm = [leaf(MEMORIES, 1, DIM) for _ in range(2)] if has_norm else [None, None]
-    weights = [leaf(MEMORIES, DIM + has_bias, HIDDEN if is_mlp else DIM)]
-    if is_mlp:
-        weights.append(leaf(MEMORIES, HIDDEN + has_bias, DIM))
+    sizes = [(DIM, HIDDEN), (HIDDEN, DIM)] if is_mlp else [(DIM, DIM)]
+    weights = [
+        w for sides in sizes for w in (leaf(MEMORIES, *sides), leaf(MEMORIES, 1, sides[1]) if has_bias else None)
+    ]
     inputs = [x for x in (*tokens, coefficients, rates, *norm, *weights) if x is not None]
 
     def run(*given):
-        given = [*given[:5], *(() if has_norm else (None, None)), *given[5:]]
-        return Fit.apply([has_bias] * len(weights), *given)
+        given = iter(given)
+        arguments = [None if x is None else next(given) for x in (*tokens, coefficients, rates, *norm, *weights)]
+        return tuple(x for x in Fit.apply(output_weights, *arguments) if x is not None)
 
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
