@@ -18,6 +18,7 @@ import transformers
 from benchmarks import (
     acceptance,
     compiled_decode,
+    conversion,
     decode,
     growth,
     layers,
@@ -27,6 +28,7 @@ from benchmarks import (
     pretraining,
     read_once,
     roofline,
+    selection,
     training,
 )
 from benchmarks.measure import machine_facts
@@ -47,6 +49,8 @@ COMMANDS = {
         compiled_decode,
         read_once,
         loading,
+        conversion,
+        selection,
         acceptance,
     )
 }

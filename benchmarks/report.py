@@ -40,7 +40,7 @@ class Report:
         options: all settings that it ran with.
         machine: `measure.machine_facts()`.
         rows: flat records; seconds and bytes throughout. A value that was not measured is None.
-        facts: what is not of one row, such as the machine's rates.
+        facts: what is not of one row, such as the machine's rates; numbers, or words.
     """
 
     command: str
@@ -61,7 +61,10 @@ class Report:
             f"{machine}; PyTorch {self.machine['torch']}, Transformers {self.machine['transformers']}; "
             f"{self.machine['date']}. Command: `{self.command_line}`",
             "",
-            *(f"- {name}: {value:,.1f}" for name, value in self.facts.items()),
+            *(
+                f"- {name}: {value if isinstance(value, str) else f'{value:,.1f}'}"
+                for name, value in self.facts.items()
+            ),
             *([""] if self.facts else []),
             *table(columns, self.rows),
         ]

@@ -49,6 +49,7 @@ from .cache_avgpath import (
     snapshot_layer,
 )
 from .configuration_avgpath import AvgPathConfig
+from .head_loss import head_cross_entropy, needs_logits
 from .memory_delta import DeltaNetMixer, GatedDeltaNetMixer
 from .memory_identity import IdentityMixer
 from .memory_linear import LinearMixer
@@ -550,9 +551,14 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         r"""
+        skip_logits (`bool`, *optional*, defaults to `False`):
+            Return the loss of `labels` without the logits, which are made for some tokens at a time and never held:
+            less memory, and faster on CPUs. `logits` is `None` then.
+
         Example:
 
         ```python
@@ -564,6 +570,10 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         >>> inputs = tokenizer("My fellow citizens", return_tensors="pt")
         >>> tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40))
         ```"""
+        if skip_logits and labels is None:
+            raise ValueError(
+                "skip_logits=True leaves the loss alone, which needs labels; without them keep the logits."
+            )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -573,10 +583,15 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits = loss = None
+        if skip_logits and not needs_logits(self.lm_head):
+            loss = head_cross_entropy(outputs.last_hidden_state, self.lm_head, labels, **kwargs)
+        else:
+            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if skip_logits:
+                logits = None
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -140,7 +140,8 @@ class Conversion:
         if phase == "align":
             self.align = LayerAlignment(self.teacher, self.student, self.layers)
         else:
-            self.distil = LogitDistillation(self.teacher, self.student, self.recipe.distil.ce_weight)
+            distil = self.recipe.distil
+            self.distil = LogitDistillation(self.teacher, self.student, distil.ce_weight, distil.stream_weight)
         self.progress = Progress(steps, done=self.step - first)
         self.progress.say(
             f"{phase}: {steps:,} steps of {recipe.batch_size} x {self.recipe.data.sequence_length} tokens, "
@@ -208,7 +209,7 @@ class Conversion:
             for batch in batches:
                 for name, value in self.distil(batch, self.autocast, targets).items():
                     found[name] = found.get(name, 0.0) + value
-            loss = found["kl"] + recipe.ce_weight * found["ce"]
+            loss = found["kl"] + recipe.ce_weight * found["ce"] + recipe.stream_weight * found["stream"]
             groups = [self.trained]
         norms = torch.stack([torch.nn.utils.clip_grad_norm_(group, recipe.max_grad_norm) for group in groups])
         if not (torch.isfinite(norms).all() and torch.isfinite(torch.tensor(loss))):

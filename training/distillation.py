@@ -105,29 +105,52 @@ class LayerAlignment:
         return errors
 
 
+def stream_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> torch.Tensor:
+    """|student - teacher|^2 / |teacher|^2 of a token's residual stream `[B, T, hidden_size]`, mean over tokens and layers.
+
+    Each token counts by its own size: the first of a text is often a hundred times larger than the others.
+    """
+    errors = []
+    for x, y in zip(student, teacher, strict=True):
+        y = y.float()
+        errors.append(((x.float() - y).square().sum(-1) / y.square().sum(-1).clamp(min=1e-12)).mean())
+    return torch.stack(errors).mean()
+
+
 class LogitDistillation:
-    """Teaches the student the teacher's distribution over the next token, by KL(teacher || student) and cross-entropy.
+    """Teaches the student the teacher's distribution over the next token, by KL(teacher || student), and beside it, if they
+    have weights, by the text's cross-entropy and by `stream_error` after each layer but the last.
 
     Logits are made for a few tokens at a time, of both models, and never held for all.
     """
 
-    def __init__(self, teacher: nn.Module, student: AvgPathForCausalLM, ce_weight: float):
-        self.teacher, self.student, self.ce_weight = teacher, student, ce_weight
+    def __init__(
+        self, teacher: nn.Module, student: AvgPathForCausalLM, ce_weight: float = 0.0, stream_weight: float = 0.0
+    ):
+        self.teacher, self.student = teacher, student
+        self.ce_weight, self.stream_weight = ce_weight, stream_weight
 
     def __call__(self, batch: Mapping[str, torch.Tensor], autocast, targets: int) -> dict[str, float]:
         """Add the gradients of a batch from `collate`, as its share of `targets` tokens.
 
         Returns:
-            `kl` and `ce`, sums in nats over the batch's targets divided by `targets`.
+            `kl` and `ce`, sums in nats over the batch's targets divided by `targets`, and `stream`, the stream's error times
+            the batch's share of the targets; without a weight 0.
         """
         labels = batch["shift_labels"].flatten()
         inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+        inputs |= {"use_cache": False, "output_hidden_states": self.stream_weight > 0}
         with torch.no_grad():
-            wanted = decoder(self.teacher)(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+            teacher_output = decoder(self.teacher)(**inputs)
         with autocast():
-            hidden = self.student.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+            output = self.student.model(**inputs)
+        wanted, hidden = (x.last_hidden_state.flatten(0, 1) for x in (teacher_output, output))
+        share = int((labels != IGNORE).sum()) / targets
+        stream = hidden.new_zeros(())
+        if self.stream_weight:  # the first is the embeddings', the last has passed the final norm
+            stream = share * stream_error(output.hidden_states[1:-1], teacher_output.hidden_states[1:-1])
         leaf = hidden.detach().requires_grad_()
-        totals = {"kl": 0.0, "ce": 0.0}
+        totals = {"kl": 0.0, "ce": 0.0, "stream": stream.item()}
         for start in range(0, len(leaf), LOGIT_TOKENS):
             part = slice(start, start + LOGIT_TOKENS)
             is_target = labels[part] != IGNORE
@@ -141,8 +164,30 @@ class LogitDistillation:
             (kl + self.ce_weight * ce).backward()
             totals["kl"] += kl.item()
             totals["ce"] += ce.item()
-        hidden.backward(leaf.grad)
+        if self.stream_weight:
+            torch.autograd.backward([hidden, self.stream_weight * stream], [leaf.grad, None])
+        else:
+            hidden.backward(leaf.grad)
         return totals
+
+
+@contextlib.contextmanager
+def swapped_layers(teacher: nn.Module, mixers: Mapping[int, nn.Module], autocast) -> Iterator[None]:
+    """Inside, the attention of the teacher's layers in `mixers` returns what the mixer given for it makes of its input.
+
+    Args:
+        autocast: makes the context manager that the mixers run in.
+    """
+
+    def visit(seen: LayerPass) -> torch.Tensor:
+        with autocast():
+            output = mixers[seen.layer.index](seen.hidden_states.float(), position_embeddings=seen.position_embeddings)[
+                0
+            ]
+        return output.to(seen.output.dtype)
+
+    with watch([layer for layer in softmax_layers(teacher) if layer.index in mixers], visit):
+        yield
 
 
 @contextlib.contextmanager

@@ -14,14 +14,16 @@ from training.recipe import SetupError, TrainRecipe
 # TFLOP/s of dense matrix products, as the vendors' data sheets give them: bf16, tf32 (fp32 inputs on tensor cores), fp32.
 # The first pattern that is found in the device's name counts.
 GPU_PEAKS: tuple[tuple[str, float | None, float | None, float], ...] = (
-    (r"\bG?B[23]00\b", 2250.0, 1125.0, 75.0),
+    (r"\bGB[23]00\b", 2500.0, 1250.0, 80.0),
+    (r"\bB[23]00\b", 2250.0, 1125.0, 75.0),
     (r"\bH100 PCIe\b", 756.0, 378.0, 51.0),
     (r"\bH100 NVL\b|\bH200 NVL\b", 835.5, 417.7, 60.0),
     (r"\bH[12]00\b|\bH800\b|\bGH200\b", 989.4, 494.7, 66.9),
     (r"\bA[18]00\b", 312.0, 156.0, 19.5),
     (r"\bA40\b", 149.7, 74.8, 37.4),
     (r"\bA30\b", 165.0, 82.0, 10.3),
-    (r"\bA10G?\b", 125.0, 62.5, 31.2),
+    (r"\bA10G\b", 70.0, 35.0, 31.5),
+    (r"\bA10\b", 125.0, 62.5, 31.2),
     (r"\bRTX A6000\b", 154.8, 77.4, 38.7),
     (r"\bL40S\b", 362.0, 183.0, 91.6),
     (r"\bL40\b", 181.0, 90.5, 90.5),
@@ -31,7 +33,8 @@ GPU_PEAKS: tuple[tuple[str, float | None, float | None, float], ...] = (
     (r"\bRTX 3090\b", 71.0, 35.6, 35.6),
     (r"\bV100\b", None, None, 15.7),
     (r"\bMI3(00|25)X\b", 1307.4, 653.7, 163.4),
-    (r"\bMI250X?\b", 383.0, None, 95.7),
+    (r"\bMI250X\b", 383.0, None, 95.7),
+    (r"\bMI250\b", 362.1, None, 90.5),
 )
 
 

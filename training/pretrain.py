@@ -6,6 +6,7 @@ few minutes on two CPU cores. Started plainly (`python training/pretrain.py`) or
 """
 
 import dataclasses
+import inspect
 import json
 import math
 import sys
@@ -115,6 +116,9 @@ class Pretraining:
         self.branched_at = self.start.branched_at if self.start else None
         if train.activation_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
+        # Other models do not know the word; a compiled step joins logits and loss by itself.
+        can_skip = "skip_logits" in inspect.signature(self.model.forward).parameters and not train.compile
+        options = {"skip_logits": True} if can_skip else {}
         if train.compile:
             self.model.compile()  # in place: names stay as they are
         optimizer = build_optimizer(self.model, self.recipe.optimizer)
@@ -128,7 +132,7 @@ class Pretraining:
         )
         self.guard = NonFiniteGuard(train)
         self.window = LossWindow()
-        self.take_step = TrainingStep(accelerator, self.model, self.optimizer, self.guard, train.max_grad_norm)
+        self.take_step = TrainingStep(accelerator, self.model, self.optimizer, self.guard, train.max_grad_norm, options)
         if self.start:
             self.restore(self.start)
         self.logged_at, self.since = self.step, time.perf_counter()

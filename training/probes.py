@@ -261,23 +261,34 @@ def repeated_phrases(
         MeasurementError: a phrase shorter than 2 tokens, a distance below its length, a sequence longer than the model's
             positions, an alphabet too small.
     """
-    if phrase_length < 2:
-        raise MeasurementError(f"phrase_length must be at least 2, got {phrase_length}: the first token is not scored.")
     records = []
     for distance in distances:
-        if distance < phrase_length:
-            raise MeasurementError(f"A distance of {distance} is shorter than the phrase ({phrase_length} tokens).")
-
-        def build(generator: torch.Generator, distance: int = distance) -> tuple[torch.Tensor, torch.Tensor]:
-            drawn = _draw(alphabet, 2 * phrase_length, distance - phrase_length, generator)
-            phrase, other, filler = drawn.tensor_split((phrase_length, 2 * phrase_length))
-            return torch.cat((phrase, filler, phrase)), torch.cat((other, filler, phrase))
-
-        sequences, twins = _sequences(alphabet, samples, seed, build)
-        places = len(alphabet.prefix) + distance + torch.arange(1, phrase_length)
+        sequences, twins, places = phrase_sequences(alphabet, distance, phrase_length, samples, seed)
         scores, unseen = (score(model, rows, batch_tokens) for rows in (sequences, twins))
         records.append({"distance": distance, **_record(scores, unseen, places, {"seed": seed, **bootstrap})})
     return records
+
+
+def phrase_sequences(
+    alphabet: Alphabet, distance: int, phrase_length: int = 8, samples: int = 32, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `repeated_phrases` reads at one distance: the sequences `[samples, T]`, their twins, the places that are scored.
+
+    Raises:
+        MeasurementError: a phrase shorter than 2 tokens, a distance below its length, an alphabet too small.
+    """
+    if phrase_length < 2:
+        raise MeasurementError(f"phrase_length must be at least 2, got {phrase_length}: the first token is not scored.")
+    if distance < phrase_length:
+        raise MeasurementError(f"A distance of {distance} is shorter than the phrase ({phrase_length} tokens).")
+
+    def build(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = _draw(alphabet, 2 * phrase_length, distance - phrase_length, generator)
+        phrase, other, filler = drawn.tensor_split((phrase_length, 2 * phrase_length))
+        return torch.cat((phrase, filler, phrase)), torch.cat((other, filler, phrase))
+
+    sequences, twins = _sequences(alphabet, samples, seed, build)
+    return sequences, twins, len(alphabet.prefix) + distance + torch.arange(1, phrase_length)
 
 
 def key_value_lookup(

@@ -504,6 +504,9 @@ class DistilRecipe(PhaseRecipe):
     learning_rate: float = _field(3e-3, "peak, relative to the size (root mean square) of each matrix")
     trained: str = _field("all", "mixers or layers (of converted layers), or all parameters")
     ce_weight: float = _field(0.0, "weight of the cross-entropy on the text beside the teacher's distribution")
+    stream_weight: float = _field(
+        0.0, "weight of the residual stream's squared error after each layer, relative to the teacher's stream"
+    )
 
 
 @dataclass
@@ -843,7 +846,7 @@ def _check_values(recipe: Any) -> None:
         f"one or more of {', '.join(EVALUATION_TASKS)}",
     )
     for key in ("calibration.tokens", "calibration.fit_tokens", "align.tokens", "distil.tokens", "distil.ce_weight",
-                "evaluation.every_steps"):  # fmt: skip
+                "distil.stream_weight", "evaluation.every_steps"):  # fmt: skip
         require(key, lambda value: value >= 0, "0 or more")
     require("evaluation.rows", lambda value: value >= 1, "at least 1")
     require("evaluation.watch_rows", lambda value: value >= 1, "at least 1")

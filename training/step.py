@@ -2,7 +2,7 @@
 """One optimiser step: micro-batches on all processes, and one gradient that weighs every target token alike."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class TrainingStep:
     Args:
         model, optimizer: as `accelerator.prepare` gave them.
         max_grad_norm: the gradient is clipped to this global norm.
+        forward_options: what the model's forward pass is given beside the batch.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class TrainingStep:
         optimizer: Optimizer,
         guard: NonFiniteGuard,
         max_grad_norm: float,
+        forward_options: Mapping[str, bool] | None = None,
     ):
         self.accelerator, self.model, self.optimizer, self.guard = accelerator, model, optimizer, guard
         self.max_grad_norm = max_grad_norm
+        self.forward_options = {"use_cache": False, **(forward_options or {})}
 
     def __call__(self, step: int, micro_batches: Sequence[dict[str, torch.Tensor]]) -> StepResult:
         """Take `step` on this process's `micro_batches` (from `collate`, on the CPU).
@@ -71,7 +74,7 @@ class TrainingStep:
             is_last = index == len(micro_batches) - 1
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
                 with accelerator.autocast():  # FSDP2's model has none of its own
-                    loss = self.model(**batch, use_cache=False, num_items_in_batch=divisor).loss
+                    loss = self.model(**batch, **self.forward_options, num_items_in_batch=divisor).loss
                 accelerator.backward(loss)
             total += loss.detach()
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)

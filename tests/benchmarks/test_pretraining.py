@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import pretraining
 from benchmarks.__main__ import main
+from benchmarks.runs import run_script
 from training.modeling import load_model_config
 from training.plan import build_on_meta, count_parts
 from training.recipe import REPOSITORY, load_recipe
@@ -24,7 +25,7 @@ def test_arms_have_about_5m_parameters(arm):
 
 
 def write_run(folder, loss: float, steps: int = 4) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     summary = {"steps": steps, "parameters": 7, "training_tokens": 64, "tokens_per_second": 10.0 * loss, "mfu": None}
     (folder / "summary.json").write_text(json.dumps(summary))
     buckets = [{"from": 0, "to": 1, "tokens": 1, "loss": loss + 1}, {"from": 1, "to": 2, "tokens": 1, "loss": loss - 1}]
@@ -62,11 +63,21 @@ def test_finished_runs_are_read_and_not_repeated(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_runs_that_are_not_finished_are_begun_or_gone_on_with(existing, tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    """And one that was finished at another length is no run of this comparison."""
     folder = pretraining.run_folder(tmp_path, "3:1 mesa", 1)
+    assert folder.name == "3-1-mesa-1"
     if existing:
-        write_run(folder, 3.0, steps=2)
-    assert folder.name == "3-1-mesa-1" and not pretraining.is_finished(folder, 4)
-    pretraining.train(folder, ["seed=1"], threads=1)
+        folder.mkdir()
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        write_run(folder, 3.0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ("pretrain.py", pretraining.RECIPE, folder, ["seed=1"], 1)
+    assert run_script(*arguments, steps=4)["parameters"] == 7
     assert f"output_dir={folder}" in commands[0] and ("resume=true" in commands[0]) == existing
+    with pytest.raises(ValueError, match="holds a run of 4 steps, not 8"):
+        run_script(*arguments, steps=8)
+    assert len(commands) == 1

@@ -19,6 +19,7 @@ from training.distillation import (
     LogitDistillation,
     build_optimizer,
     converted_layers,
+    swapped_layers,
     trained_parameters,
     without_recurrence,
 )
@@ -189,19 +190,25 @@ def test_alignment_is_the_error_of_each_layer_on_the_teachers_input(pair):
 
 
 def test_distillation_is_the_divergence_of_all_logits(pair):
-    """Made piece by piece, with cross-entropy beside it; gradients are those of the whole."""
+    """Made piece by piece, with cross-entropy and the stream's error beside it; gradients are those of the whole."""
     teacher, student, batch = pair
     parameters = trained_parameters(student, [0, 2], "all")
-    found = LogitDistillation(teacher, student, ce_weight=0.3)(batch, plain, targets=46)
+    found = LogitDistillation(teacher, student, ce_weight=0.3, stream_weight=0.7)(batch, plain, targets=46)
     gradients = [parameter.grad.clone() for parameter in parameters]
     student.zero_grad()
     with torch.no_grad():
-        wanted = teacher(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
-    logits = student(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+        known = teacher(batch["input_ids"], output_hidden_states=True)
+    output = student(batch["input_ids"], output_hidden_states=True)
+    wanted, logits = (result.logits[:, :-1].log_softmax(-1) for result in (known, output))
+    stream = sum(
+        ((x - y).norm(dim=-1) / y.norm(dim=-1)).square().mean() / 3
+        for x, y in zip(output.hidden_states[1:4], known.hidden_states[1:4], strict=True)
+    )
     kl = (wanted.exp() * (wanted - logits)).sum(-1).mean()
     ce = -logits.gather(-1, batch["input_ids"][:, 1:, None]).mean()
     assert found["kl"] == pytest.approx(kl.item(), rel=1e-4) and found["ce"] == pytest.approx(ce.item(), rel=1e-4)
-    (kl + 0.3 * ce).backward()
+    assert found["stream"] == pytest.approx(stream.item(), rel=1e-4)
+    (kl + 0.3 * ce + 0.7 * stream).backward()
     for gradient, parameter in zip(gradients, parameters, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
@@ -226,6 +233,16 @@ def test_rates_are_relative_to_the_size_of_matrices():
     optimizer = build_optimizer(parameters, PhaseRecipe(learning_rate=0.01))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.04, 0.0002, 0.01])
     assert DistilRecipe().learning_rate != PhaseRecipe().learning_rate
+
+
+@torch.no_grad()
+def test_swapped_layers_make_the_teacher_the_hybrid(pair):
+    teacher, student, batch = pair
+    before, hybrid = (model(batch["input_ids"]).logits for model in (teacher, student))
+    mixers = {index: student.model.layers[index].mixer for index in (0, 2)}
+    with swapped_layers(teacher, mixers, plain):
+        torch.testing.assert_close(teacher(batch["input_ids"], use_cache=False).logits, hybrid, rtol=1e-4, atol=1e-4)
+    assert torch.equal(teacher(batch["input_ids"]).logits, before) and (hybrid - before).abs().max() > 1e-2
 
 
 @torch.no_grad()

@@ -119,7 +119,8 @@ def test_peaks():
     assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
     assert gpu_peak_flops("NVIDIA GeForce RTX 4090", "bf16") == 165.2e12
     assert gpu_peak_flops("NVIDIA L40S", "bf16") == 362e12 and gpu_peak_flops("NVIDIA L4", "bf16") == 121e12
-    assert gpu_peak_flops("NVIDIA B200", "bf16") == 2250e12
+    assert gpu_peak_flops("NVIDIA B200", "bf16") == 2250e12 and gpu_peak_flops("NVIDIA GB200", "bf16") == 2500e12
+    assert gpu_peak_flops("NVIDIA A10G", "bf16") == 70e12 and gpu_peak_flops("NVIDIA A10", "bf16") == 125e12
     assert gpu_peak_flops("Some other GPU", "bf16") is None
     assert gpu_peak_flops("Tesla V100-SXM2-16GB", "bf16") is None  # it has none
 

@@ -1,0 +1,134 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""A softmax model converted by training/convert.py, with several mixers: perplexity and recall beside the teacher's.
+
+Each run has a folder of its own; the command may be stopped and started again. "copied" is a hybrid with the teacher's
+weights and nothing else, "calibrated" one before any training. Perplexities are on the same held-out rows of each source,
+and their ratios to the teacher's have 95% intervals from the bootstrap over rows. "Without" is the final model with its
+recurrent layers zeroed.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from benchmarks.options import Option
+from benchmarks.report import COLOURS, Column, Report, axes_of
+from benchmarks.runs import quick_data, quick_teacher, run_script
+from training.tracking import read_metrics
+
+RECIPE = "configuration/convert.yaml"
+OPTIONS = {
+    "teacher": Option("runs/teacher", "", "folder of the softmax model; quick makes one"),
+    "mixers": Option(["gated_delta_net", "mesa_net", "ttt_linear"], ["gated_delta_net"], "of the converted layers"),
+    "align_tokens": Option(60_000, 64, "of each run"),
+    "distil_tokens": Option(180_000, 64, "of each run but the first"),
+    "first_distil_tokens": Option(440_000, 64, "of the first mixer's run"),
+    "rows": Option(64, 2, "held-out rows of each source in the last evaluation"),
+    "changes": Option([""], [""], "further fields of the recipe, for every run"),
+    "runs": Option("runs/conversion", "", "folder of the runs; empty: a temporary one"),
+}
+COLUMNS = (
+    Column("mixer", "mixer"),
+    Column("source", "held-out text"),
+    Column("teacher", "teacher", "{:.2f}"),
+    Column("copied", "copied", "{:.1f}x"),
+    Column("calibrated", "calibrated", "{:.2f}x"),
+    Column("aligned", "aligned", "{:.2f}x"),
+    Column("final", "distilled"),
+    Column("without", "without", "{:,.0f}x"),
+    Column("tokens", "training tokens", "{:,}"),
+    Column("minutes", "minutes", "{:.0f}"),
+)
+PROBES = {"phrases": "distance", "lookup": "pairs", "copying": "length"}
+
+
+def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict]:
+    """The rows of one run, one a source; the first holds the recall probes too."""
+    watched = read_metrics(folder / "metrics.jsonl", "evaluation")
+    curves = [
+        [[record["tokens"], record["sources"][index]["ratio"]["mean"]] for record in watched]
+        for index in range(len(summary["evaluation"]))
+    ]
+    align = read_metrics(folder / "metrics.jsonl", "align")
+    aligned = align[-1]["tokens"] if align else 0
+    rows = []
+    for index, source in enumerate(summary["evaluation"]):
+        ratio, teacher = source["ratio"], source["teacher"]["perplexity"]["mean"]
+        at = dict(curves[index])
+        interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
+        rows.append(
+            {
+                "mixer": mixer,
+                "source": source["name"],
+                "teacher": teacher,
+                "copied": copied["evaluation"][index]["ratio"]["mean"],
+                "calibrated": at[0],
+                "aligned": at.get(aligned),
+                "final": f"{ratio['mean']:.3f}x{interval}",
+                "interval": ratio,
+                "without": source["without_recurrence"]["perplexity"]["mean"] / teacher,
+                "tokens": summary["training_tokens"],
+                "minutes": summary["seconds"] / 60,
+                "curve": curves[index],
+                "probes": summary["probes"] if index == 0 else None,
+            }
+        )
+    return rows
+
+
+def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        runs = Path(settings.runs or temporary).resolve()
+        teacher = settings.teacher or quick_teacher(Path(temporary), settings.threads)
+        common = [f"teacher.path={Path(teacher).resolve()}", f"evaluation.rows={settings.rows}"]
+        common += [change for change in settings.changes if change]
+        if settings.quick:
+            common += [*quick_data(Path(temporary)), "data.sequence_length=32", "data.validation_every=4", "layers.count=1",
+                       "calibration.tokens=64", "calibration.fit_tokens=64", "train.mixed_precision=no", "lookup.pairs=[2]",
+                       "evaluation.probes=[lookup]", "probes.samples=2"]  # fmt: skip
+        for index, mixer in enumerate(settings.mixers):
+            own = [*common, f"layers.mixer={mixer}"]
+            plain = [*own, "calibration.tokens=0", "align.tokens=0", "distil.tokens=0", "evaluation.probes=[]"]
+            copied = run_script("convert.py", RECIPE, runs / f"{mixer}-copied", plain, settings.threads)
+            distil = settings.distil_tokens if index else settings.first_distil_tokens
+            own += [f"align.tokens={settings.align_tokens}", f"distil.tokens={distil}"]
+            folder = runs / mixer
+            rows += read_run(mixer, folder, run_script("convert.py", RECIPE, folder, own, settings.threads), copied)
+    title = (
+        f"{Path(teacher).name} converted: `python training/convert.py {RECIPE}` with `layers.mixer`, `align.tokens` and "
+        "`distil.tokens`; perplexity of the teacher, and the hybrid's as a multiple of it."
+    )
+    facts = {
+        f"{row['mixer']}, {task}, nats per token by {key}": "; ".join(
+            f"{record[key]}: {record['nll']['mean']:.2f} (teacher {known['nll']['mean']:.2f}, never told "
+            f"{record['unseen_nll']['mean']:.2f})"
+            for record, known in zip(row["probes"][task]["student"], row["probes"][task]["teacher"], strict=True)
+        )
+        for row in rows if row["probes"]
+        for task, key in PROBES.items() if task in row["probes"]
+    }  # fmt: skip
+    return title, rows, facts
+
+
+def draw(report: Report):
+    """Held-out perplexity over the teacher's, against training tokens: one panel a source."""
+    sources = list(dict.fromkeys(row["source"] for row in report.rows))
+    figure, all_axes = axes_of(
+        [
+            {
+                "xlabel": "training tokens",
+                "ylabel": f"perplexity over the teacher's, {Path(source).name}",
+                "yscale": "log",
+            }
+            for source in sources
+        ]
+    )
+    for axes, source in zip(all_axes, sources, strict=True):
+        of_source = (row for row in report.rows if row["source"] == source)
+        for row, colour in zip(of_source, COLOURS, strict=False):
+            axes.plot(*zip(*row["curve"], strict=True), color=colour, marker="o", ms=3, lw=1.3, label=row["mixer"])
+        axes.axhline(1, color=COLOURS[5], lw=0.8, ls="--")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
+        axes.legend(frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,133 @@
+# Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
+"""`skip_logits`: the loss that the logits would have given, and its gradients, without them."""
+
+import pytest
+import torch
+from laws.cases import VOCAB, assert_close, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modeling_avgpath import AvgPathForCausalLM, head_loss
+
+BATCH, LENGTH = 2, 13
+
+
+def make_model(pattern: list[str], **fields) -> AvgPathForCausalLM:
+    torch.manual_seed(0)
+    return AvgPathForCausalLM(tiny_config(pattern, **fields)).train()
+
+
+@pytest.fixture
+def model():
+    return make_model(["gated_delta_net", "softmax"])
+
+
+@pytest.fixture
+def batch(monkeypatch):
+    """Labels of which some do not count, in chunks of seven tokens."""
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 7 * VOCAB)
+    ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, 3:6] = labels[1, -2:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_gradients(model, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", ["mean", "num_items", "shift_labels", "ignore_index", "tied", "frozen head"])
+def test_loss_and_gradients_are_those_of_the_logits(model, batch, case):
+    if case == "num_items":
+        batch["num_items_in_batch"] = torch.tensor(5)
+    elif case == "shift_labels":
+        batch["shift_labels"] = batch["labels"].roll(3, 1)
+    elif case == "ignore_index":
+        batch["labels"] = batch["labels"].where(batch["labels"] != -100, 7)
+        batch["ignore_index"] = 7
+    elif case == "tied":
+        model = make_model(["gated_delta_net", "softmax"], tie_word_embeddings=True)
+    elif case == "frozen head":
+        model.lm_head.requires_grad_(False)
+    expected, wanted = loss_and_gradients(model, **batch)
+    loss, grads = loss_and_gradients(model, **batch, skip_logits=True)
+    assert_close(loss, expected, 1e-6)
+    assert grads.keys() == wanted.keys() and ("lm_head.weight" in grads) == (case not in ("tied", "frozen head"))
+    for name, grad in grads.items():
+        assert_close(grad, wanted[name], 1e-5)
+
+
+def test_numerical_gradients(monkeypatch):
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 12)
+    head = torch.nn.Linear(3, 4, bias=False).double()
+    hidden = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[0, 3, -100, 1, 2]])
+
+    def loss(hidden, weight):
+        head.weight.data = weight.detach()
+        total = head_loss._HeadLoss.apply(hidden[0], weight, labels[0], -100, torch.float64)
+        return total / 4
+
+    assert torch.autograd.gradcheck(loss, (hidden, head.weight))
+
+
+def test_under_autocast_it_is_as_precise_as_the_logits(model, batch):
+    """Beside fp32: the products' rounding is the same, the sums are in fp32 for both."""
+    exact, wanted = loss_and_gradients(model, **batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, plain_grads = loss_and_gradients(model, **batch)
+        loss, grads = loss_and_gradients(model, **batch, skip_logits=True)
+    assert loss.dtype == torch.float32
+    assert abs(loss - exact) <= 2 * abs(plain - exact) + 1e-4
+    for name, grad in grads.items():
+        error, plain_error = (torch.linalg.vector_norm(x - wanted[name]) for x in (grad, plain_grads[name]))
+        assert error <= 1.5 * plain_error + 1e-4 * torch.linalg.vector_norm(wanted[name]), name
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor made inside has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_the_logits_are_never_held(model, batch, skip_logits):
+    wide = make_model(["softmax"], vocab_size=5000, hidden_size=8, intermediate_size=8)
+    with Largest() as largest:
+        output = wide(**batch, use_cache=False, skip_logits=skip_logits)
+        output.loss.backward()
+    assert (output.logits is None) == skip_logits
+    assert (largest.elements >= BATCH * LENGTH * 5000) != skip_logits
+
+
+def test_without_gradients_none_are_made(model, batch):
+    expected = model(**batch).loss
+    with torch.no_grad():
+        with Largest() as largest:
+            loss = model(**batch, use_cache=False, skip_logits=True).loss
+        assert_close(loss, expected.detach(), 1e-6)
+    assert not loss.requires_grad and largest.elements < VOCAB * model.config.hidden_size * 2
+
+
+def test_a_head_that_is_more_than_its_weight_makes_logits(model, batch):
+    """An adapter, here a hook: its part in the loss is not lost."""
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+    expected, wanted = loss_and_gradients(model, **batch)
+    loss, grads = loss_and_gradients(model, **batch, skip_logits=True)
+    handle.remove()
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], wanted[name]) for name in wanted)
+    assert not torch.allclose(loss, loss_and_gradients(model, **batch, skip_logits=True)[0])
+
+
+def test_a_loss_needs_labels(model, batch):
+    with pytest.raises(ValueError, match="skip_logits=True leaves the loss alone, which needs labels"):
+        model(input_ids=batch["input_ids"], skip_logits=True)
