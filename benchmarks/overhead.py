@@ -31,7 +31,7 @@ OPTIONS = {
     "tokens": Option(512, 32, "of a row"),
     "large": Option("configuration/models/135m.json", "", "shape of the precisions' comparison; empty: the small one"),
     "large_rows": Option(8, 2, "of a step of the precisions' comparison"),
-    "large_steps": Option(1, 1, "timed steps of each precision and turn, after one that is not timed"),
+    "large_steps": Option(3, 1, "timed steps of each precision and turn, after one that is not timed"),
     "large_repeats": Option(3, 1, "turns of the precisions"),
 }
 COLUMNS = (

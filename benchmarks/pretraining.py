@@ -5,7 +5,8 @@ Each run is one of training/pretrain.py with configuration/comparison.yaml, in a
 are not repeated, and an unfinished one goes on from its last checkpoint, so the command may be stopped at any time. The
 arms take turns, seed by seed, so that what disturbs the machine disturbs all of them. Losses are nats per token on the
 held-out documents; "sd" is the standard deviation over seeds (n - 1), and "to the first" the mean over seeds of the
-difference to the first arm with the same seed.
+difference to the first arm with the same seed. Tokens/s and MFU are those of the arm's fastest run, which the machine
+disturbed least.
 """
 
 import argparse
@@ -106,8 +107,8 @@ def summarise(arm: str, runs: Sequence[dict], first: Sequence[dict]) -> dict:
         "difference_spread": None if runs is first else spread(differences),
         "bits_per_byte": statistics.mean(run["last"]["bits_per_byte"] for run in runs),
         "sources": "; ".join(words) or None,
-        "tokens_per_second": statistics.mean(run["summary"]["tokens_per_second"] for run in runs),
-        "mfu": statistics.mean(known) if known else None,
+        "tokens_per_second": max(run["summary"]["tokens_per_second"] for run in runs),
+        "mfu": max(known) if known else None,
         "changes": f"`{' '.join(ARMS[arm])}`",
         "curve": bands([run["curve"] for run in runs]),
         "by_position": [
@@ -135,7 +136,7 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
     rows = [summarise(arm, arm_runs, first) for arm, arm_runs in found.items()]
     title = (
         f"{rows[0]['tokens']:,} tokens each, {len(settings.seeds)} seed{'s' if len(settings.seeds) > 1 else ''}; loss in "
-        "nats per token on all held-out documents after the last step; sd over seeds. One run: "
+        "nats per token on all held-out documents after the last step; sd over seeds; tokens/s of the fastest run. One run: "
         f"`python training/pretrain.py {RECIPE} output_dir=FOLDER seed=SEED` and the changes of its row."
     )
     if not settings.quick:

@@ -6,6 +6,7 @@ what they did; the others begin as near to it as their mixer can, the nearer if 
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -166,6 +167,7 @@ def from_softmax(
     layer_pattern: list[str] | None = None,
     calibration: Calibration | None = None,
     dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **overrides,
 ) -> AvgPathForCausalLM:
     """An AvgPath model with the weights of a softmax model.
@@ -197,6 +199,7 @@ def from_softmax(
         calibration: what `calibrate` found in this model: decay, step size, query map, gate and output projection of each
             converted layer begin there.
         dtype: of the weights, by default the source's. Decay parameters and inner weights are fp32 in any case.
+        progress: with a calibration: called after each layer with the number of layers that are settled, and of all.
         overrides: other fields of the `AvgPathConfig`.
 
     Returns:
@@ -228,7 +231,7 @@ def from_softmax(
     for index, layer in converted.items():
         start_mixer(student.model.layers[index].mixer, layer)
     if calibration is not None and converted:
-        fit_start(student, model, converted, calibration)
+        fit_start(student, model, converted, calibration, progress)
     dtype = next(model.parameters()).dtype if dtype is None else dtype
     if dtype != torch.float32:
         attention = config._attn_implementation

@@ -13,7 +13,7 @@ tokens. `fit_start` then runs model and student side by side over a few of the t
    inputs, shrunk towards the inherited one. Its target includes the error of the layers before, lest errors add up.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -297,12 +297,19 @@ def fit_output(reads: torch.Tensor, targets: torch.Tensor, inherited: torch.Tens
 
 @torch.no_grad()
 def fit_start(
-    student: AvgPathForCausalLM, model: nn.Module, converted: Mapping[int, SoftmaxLayer], calibration: Calibration
+    student: AvgPathForCausalLM,
+    model: nn.Module,
+    converted: Mapping[int, SoftmaxLayer],
+    calibration: Calibration,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Settle the `converted` layers of `student`, in place, one after the other over the calibration's texts.
 
     The teacher's rows and the student's run through the teacher together; each converted layer's output is replaced for
     the student's rows by what its mixer makes of them.
+
+    Args:
+        progress: called after each layer with the number of layers that are settled, and of all of them.
     """
     device = next(model.parameters()).device
     dtype = next(model.parameters()).dtype
@@ -338,6 +345,8 @@ def fit_start(
         targets = teacher.output.float() + before[:count] - before[count:] - bias
         mixer.o_proj.weight.copy_(fit_output(reads, targets, inherited))
         output = mixer(own, position_embeddings=seen.position_embeddings)[0]
+        if progress is not None:
+            progress(list(converted).index(layer.index) + 1, len(converted))
         return torch.cat((seen.output[:count], output.to(dtype)))
 
     layers = list(converted.values())

@@ -1,10 +1,12 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
-"""The cross-entropy of a language model's head without its logits, which are the largest tensors of a training step.
+"""Losses of a language model's head without its logits, which are the largest tensors of a training step.
 
 Logits of some tokens are made, turned into the gradients of hidden states and head, and dropped before the next ones; the
 forward pass thus does the work of the backward pass too. PyTorch's `linear_cross_entropy` does the same; on a CPU, in
 2.13, its chunks are slower than plain logits, and with bf16 inputs its sum is in bf16.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +17,19 @@ from .op_common import no_autocast
 
 CHUNK_LOGITS = 1 << 25  # held at a time, in the products' precision and in fp32
 
+# (logits [C, V] of the tokens in a slice, the slice, whether their gradient is wanted) -> (sum of the losses, gradient with
+# respect to the logits, in fp32 or better, or None). May write into the logits.
+LogitLoss = Callable[[torch.Tensor, slice, bool], tuple[torch.Tensor, torch.Tensor | None]]
+
 
 class _HeadLoss(torch.autograd.Function):
-    """Sum of the negative log-likelihoods (nats) of `labels` [N] under the logits x W^T, x [N, D], W [V, D]."""
+    """Sum of `loss` over the logits x W^T, x [N, D], W [V, D], whose products are in `dtype`."""
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, labels, ignore_index, dtype):
+    def forward(ctx, hidden_states, weight, loss, dtype):
         wanted = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty_like(hidden_states, dtype=dtype) if wanted[0] else None
         precise = torch.promote_types(dtype, torch.float32)
+        d_hidden = torch.empty_like(hidden_states, dtype=dtype) if wanted[0] else None
         d_weight = torch.zeros_like(weight, dtype=precise) if wanted[1] else None
         total = torch.zeros((), dtype=precise, device=weight.device)
         size = max(1, CHUNK_LOGITS // weight.shape[0])
@@ -31,16 +37,11 @@ class _HeadLoss(torch.autograd.Function):
             head = weight.to(dtype)
             for start in range(0, len(hidden_states), size):
                 part = slice(start, start + size)
-                x, target = hidden_states[part].to(dtype), labels[part, None]
-                is_target = target != ignore_index
-                target = target.where(is_target, 0)
-                log_p = F.log_softmax(x @ head.mT, dim=-1, dtype=precise)
-                total -= log_p.gather(1, target).where(is_target, 0).sum()
-                if not any(wanted):
-                    continue
-                d_logits = log_p.exp_()  # p - 1 at the target, p elsewhere
-                d_logits.scatter_add_(1, target, d_logits.new_full((), -1).expand_as(target))
-                d_logits = d_logits.mul_(is_target).to(dtype)
+                x = hidden_states[part].to(dtype)
+                part_loss, d_logits = loss(x @ head.mT, part, any(wanted))
+                total += part_loss
+                if any(wanted):
+                    d_logits = d_logits.to(dtype)
                 if wanted[0]:
                     torch.mm(d_logits, head, out=d_hidden[part])
                 if wanted[1]:
@@ -56,13 +57,27 @@ class _HeadLoss(torch.autograd.Function):
             None if grad is None else (grad * d_total).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return *grads, None, None, None
+        return *grads, None, None
 
 
 def needs_logits(head: nn.Module) -> bool:
     """Whether `head` is more than its weight: wrapped by an adapter, quantised, split over devices, watched by hooks."""
     is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None
     return not is_plain or bool(head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+
+
+def head_loss(hidden_states: torch.Tensor, head: nn.Linear, loss: LogitLoss) -> torch.Tensor:
+    """The sum of `loss` over the logits `head(hidden_states)`, hidden states `[N, D]`; a scalar in fp32 or better.
+
+    Products are in autocast's precision where it is on.
+    """
+    device_type, dtype = hidden_states.device.type, hidden_states.dtype
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    weight = head.weight
+    if not torch.is_grad_enabled():  # which a Function is not told
+        hidden_states, weight = hidden_states.detach(), weight.detach()
+    return _HeadLoss.apply(hidden_states, weight, loss, dtype)
 
 
 def head_cross_entropy(
@@ -76,27 +91,31 @@ def head_cross_entropy(
 ) -> torch.Tensor:
     """What Transformers' `ForCausalLMLoss` makes of the logits `head(hidden_states)`, without holding them.
 
-    Products are in autocast's precision where it is on, likelihoods and sums in fp32.
-
     Args:
         hidden_states: `[B, T, D]`; head: of weight `[V, D]`, without bias.
         labels: `[B, T]`, each the token of its place; shift_labels: `[B, T]`, each the token after, instead of them.
         num_items_in_batch: what the sum is divided by; `None` divides by the labels that are not `ignore_index`.
 
     Returns:
-        a scalar in fp32, nats.
+        a scalar, nats.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    device_type = hidden_states.device.type
-    dtype = hidden_states.dtype
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
     labels = shift_labels.reshape(-1).to(hidden_states.device)
-    hidden_states, weight = hidden_states.flatten(0, -2), head.weight
-    if not torch.is_grad_enabled():  # which a Function is not told
-        hidden_states, weight = hidden_states.detach(), weight.detach()
-    total = _HeadLoss.apply(hidden_states, weight, labels, ignore_index, dtype)
+
+    def cross_entropy(logits: torch.Tensor, part: slice, with_gradient: bool):
+        target = labels[part, None]
+        is_target = target != ignore_index
+        target = target.where(is_target, 0)
+        log_p = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        loss = -log_p.gather(1, target).where(is_target, 0).sum()
+        if not with_gradient:
+            return loss, None
+        gradient = log_p.exp_()  # p - 1 at the target, p elsewhere
+        gradient.scatter_add_(1, target, gradient.new_full((), -1).expand_as(target))
+        return loss, gradient.mul_(is_target)
+
+    total = head_loss(hidden_states.flatten(0, -2), head, cross_entropy)
     if num_items_in_batch is None:
         num_items_in_batch = (labels != ignore_index).sum()
     elif torch.is_tensor(num_items_in_batch):

@@ -23,7 +23,7 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from modeling_avgpath import AvgPathForCausalLM
-from modeling_avgpath.conversion import calibrate, from_softmax
+from modeling_avgpath.conversion import Calibration, calibrate, from_softmax
 from modeling_avgpath.conversion_layers import choose_softmax_layers, place_mixers
 from training.card import describe_layers
 from training.checkpoint import (
@@ -415,32 +415,47 @@ def mixer_types(recipe: ConversionRecipe, num_layers: int) -> list[str]:
     return place_mixers(num_layers, kept, layers.mixer)
 
 
+def run_calibration(recipe: ConversionRecipe, teacher: PreTrainedModel, data: TrainingData) -> Calibration | None:
+    """What the teacher's layers do on the first training tokens; `None` if the recipe asks for none."""
+    settings, length = recipe.calibration, recipe.data.sequence_length
+    if not settings.tokens:
+        return None
+    count = -(-settings.tokens // (4 * length))
+    progress = Progress(count)
+    progress.say(f"calibrate: {count * 4 * length:,} tokens through the teacher")
+
+    def texts() -> Iterator[torch.Tensor]:
+        batches = data.batches(4, seed=recipe.seed)
+        for step in range(count):
+            since = time.perf_counter()
+            yield next(batches)["input_ids"]
+            progress.advance()
+            if not progress.on_terminal and step + 1 == count // 2:
+                left = (time.perf_counter() - since) * (count - step - 1)
+                progress.say(f"calibrate: half done, {left:.0f} s left")
+        batches.close()
+
+    try:
+        return calibrate(teacher, texts(), fit_tokens=settings.fit_tokens)
+    finally:
+        progress.close()
+
+
 def make_student(recipe: ConversionRecipe, teacher: PreTrainedModel, data: TrainingData) -> AvgPathForCausalLM:
     """The student at its start, calibrated if the recipe says so; raises `SetupError` for what cannot be converted."""
     specs = mixer_types(recipe, teacher.config.num_hidden_layers)
-    settings, length = recipe.calibration, recipe.data.sequence_length
     try:
-        calibration = None
-        if settings.tokens:
-            count = -(-settings.tokens // (4 * length))
-            progress = Progress(count)
-            progress.say(f"calibrate: {count * 4 * length:,} tokens through the teacher")
+        calibration = run_calibration(recipe, teacher, data)
+        began = time.perf_counter()
 
-            def texts() -> Iterator[torch.Tensor]:
-                batches = data.batches(4, seed=recipe.seed)
-                for step in range(count):
-                    since = time.perf_counter()
-                    yield next(batches)["input_ids"]
-                    progress.advance()
-                    if not progress.on_terminal and step + 1 == count // 2:
-                        left = (time.perf_counter() - since) * (count - step - 1)
-                        progress.say(f"calibrate: half done, {left:.0f} s left")
-                batches.close()
+        def settled(done: int, layers: int) -> None:
+            left = (time.perf_counter() - began) * (layers - done) / done
+            if done % 5 == 1:
+                print(f"calibrate: {done} of {layers} layers fitted, {left:.0f} s left", flush=True)
 
-            calibration = calibrate(teacher, texts(), fit_tokens=settings.fit_tokens)
-            progress.close()
-            progress.say(f"calibrate: fitting {specs.count(recipe.layers.mixer)} layers to their teacher layers")
-        student = from_softmax(teacher, specs, calibration=calibration, dtype=torch.float32, **recipe.config)
+        student = from_softmax(
+            teacher, specs, calibration=calibration, dtype=torch.float32, progress=settled, **recipe.config
+        )
     except (ValueError, TypeError) as error:
         raise SetupError(f"{recipe.teacher.path} as {describe_layers(specs)}: {error}") from None
     if not converted_layers(teacher, student) and (recipe.align.tokens or recipe.distil.tokens):

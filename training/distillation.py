@@ -6,18 +6,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from modeling_avgpath import AvgPathForCausalLM
+from modeling_avgpath.head_loss import head_loss
 from modeling_avgpath.softmax_models import LayerPass, decoder, softmax_layers, watch
 from training import optimization
 from training.data import IGNORE
 from training.recipe import PhaseRecipe, ScheduleRecipe
 
 SMALLEST_SIZE = 0.02  # of a parameter that starts at zero, for its learning rate: what a matrix is initialised with
-LOGIT_TOKENS = 256  # tokens whose logits are held at a time, in fp32 twice
 
 
 def converted_layers(teacher: nn.Module, student: AvgPathForCausalLM) -> list[int]:
@@ -121,7 +120,7 @@ class LogitDistillation:
     """Teaches the student the teacher's distribution over the next token, by KL(teacher || student), and beside it, if they
     have weights, by the text's cross-entropy and by `stream_error` after each layer but the last.
 
-    Logits are made for a few tokens at a time, of both models, and never held for all.
+    Logits are made for some tokens at a time, of both models, and never held for all.
     """
 
     def __init__(
@@ -149,25 +148,28 @@ class LogitDistillation:
         stream = hidden.new_zeros(())
         if self.stream_weight:  # the first is the embeddings', the last has passed the final norm
             stream = share * stream_error(output.hidden_states[1:-1], teacher_output.hidden_states[1:-1])
-        leaf = hidden.detach().requires_grad_()
         totals = {"kl": 0.0, "ce": 0.0, "stream": stream.item()}
-        for start in range(0, len(leaf), LOGIT_TOKENS):
-            part = slice(start, start + LOGIT_TOKENS)
-            is_target = labels[part] != IGNORE
+
+        def divergence(logits: torch.Tensor, part: slice, with_gradient: bool):
+            target = labels[part, None]
+            is_target = target != IGNORE
+            target = target.where(is_target, 0)
             with torch.no_grad():
-                teacher = self.teacher.lm_head(wanted[part]).float().log_softmax(-1)
-            with autocast():
-                logits = self.student.lm_head(leaf[part])
-            student = logits.float().log_softmax(-1)
-            kl = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)[is_target].sum() / targets
-            ce = F.nll_loss(student, labels[part], ignore_index=IGNORE, reduction="sum") / targets
-            (kl + self.ce_weight * ce).backward()
-            totals["kl"] += kl.item()
-            totals["ce"] += ce.item()
-        if self.stream_weight:
-            torch.autograd.backward([hidden, self.stream_weight * stream], [leaf.grad, None])
-        else:
-            hidden.backward(leaf.grad)
+                log_p = self.teacher.lm_head(wanted[part]).log_softmax(-1, dtype=torch.float32)
+            log_q = logits.log_softmax(-1, dtype=torch.float32)
+            p = log_p.exp()
+            kl = (torch.linalg.vecdot(p, log_p) - torch.linalg.vecdot(p, log_q)).where(is_target[:, 0], 0).sum()
+            ce = -log_q.gather(1, target).where(is_target, 0).sum()
+            totals["kl"] += kl.item() / targets
+            totals["ce"] += ce.item() / targets
+            # By the logits: q - p of the divergence, q - 1 at the label of the cross-entropy.
+            gradient = log_q.exp_().mul_(1 + self.ce_weight).sub_(p)
+            gradient.scatter_add_(1, target, gradient.new_full((), -self.ce_weight).expand_as(target))
+            return kl + self.ce_weight * ce, gradient.mul_(is_target)
+
+        with autocast():
+            loss = head_loss(hidden, self.student.lm_head, divergence) / targets
+        (loss + self.stream_weight * stream).backward()
         return totals
 
 
@@ -180,10 +182,9 @@ def swapped_layers(teacher: nn.Module, mixers: Mapping[int, nn.Module], autocast
     """
 
     def visit(seen: LayerPass) -> torch.Tensor:
+        mixer = mixers[seen.layer.index]
         with autocast():
-            output = mixers[seen.layer.index](seen.hidden_states.float(), position_embeddings=seen.position_embeddings)[
-                0
-            ]
+            output, _ = mixer(seen.hidden_states.float(), position_embeddings=seen.position_embeddings)
         return output.to(seen.output.dtype)
 
     with watch([layer for layer in softmax_layers(teacher) if layer.index in mixers], visit):

@@ -2,6 +2,7 @@
 """Building the model that a recipe names."""
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,11 @@ def load_causal_lm(source: str, **options: Any) -> PreTrainedModel:
             f"model.path={source} has no weights for {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
         )
     return model
+
+
+def can_skip_logits(model: torch.nn.Module) -> bool:
+    """Whether the model's forward pass knows how to take the loss of its labels without holding the logits."""
+    return "skip_logits" in inspect.signature(model.forward).parameters
 
 
 def count_parameters(model: torch.nn.Module, trained_only: bool = False) -> int:

@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from modeling_avgpath import head_loss
 from training.corpus import Files, list_sources, open_corpus
 from training.flops import Flops, count_flops
 from training.machine import choose_precision, peak_flops, split_batch
-from training.modeling import count_parameters, load_model_config
+from training.modeling import can_skip_logits, count_parameters, load_model_config
 from training.recipe import DataRecipe, Recipe
 
 CONTEXTS = (1024, 8192, 65536)  # tokens that cache bytes are told for
@@ -41,7 +42,7 @@ class Memory:
         weights, gradients, optimizer: of all parameters, fp32.
         low_precision: the copies of weights in 16 bits that autocast keeps during a step.
         activations: what autograd saves of a micro-batch.
-        logits: the logits in fp32 and their gradient, which come and go at the end of the forward pass.
+        logits: those that are held at a time and their gradient, which come and go at the end of the forward pass.
     """
 
     weights: int
@@ -267,7 +268,7 @@ def activation_bytes(config: PreTrainedConfig, rows: int, length: int, half: boo
     ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
     model.train()
     with run, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        model(input_ids=ids, labels=ids, use_cache=False)
+        model(input_ids=ids, labels=ids, use_cache=False, **({"skip_logits": True} if can_skip_logits(model) else {}))
     copies = sum(weight.nbytes for weight in run.copies.values())
     inside = {kind: sizes[index] - _copies_of(model, run, index) for index, kind in enumerate(kinds)}
     outside = sum(sizes.values()) - copies - sum(inside.values())
@@ -292,13 +293,16 @@ def expect_memory(model: PreTrainedModel, rows: int, length: int, half: bool, mu
         for name, weight in model.named_parameters()
         if weight.ndim == 2 and id(weight) in linear and "embed" not in name and "lm_head" not in name
     )
+    tokens = rows * length
+    if can_skip_logits(model):
+        tokens = min(tokens, head_loss.CHUNK_LOGITS // model.config.vocab_size)
     return Memory(
         weights=size,
         gradients=size,
         optimizer=STATES_PER_PARAMETER * size - (matrices if muon else 0),
         low_precision=2 * sum(weight.numel() for weight in linear.values()) if half else 0,
         activations=activation_bytes(model.config, rows, length, half, recompute),
-        logits=2 * rows * length * model.config.vocab_size * 4,
+        logits=2 * tokens * model.config.vocab_size * 4,
     )
 
 

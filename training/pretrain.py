@@ -6,7 +6,6 @@ few minutes on two CPU cores. Started plainly (`python training/pretrain.py`) or
 """
 
 import dataclasses
-import inspect
 import json
 import math
 import sys
@@ -54,7 +53,14 @@ from training.data import IGNORE, TrainingData, collate, prepare_data
 from training.flops import count_flops
 from training.guard import NonFiniteGuard, explain_nonfinite
 from training.machine import choose_precision, keep_freed_memory, peak_flops, split_batch
-from training.modeling import build_model, cache_nbytes, count_parameters, load_causal_lm, load_model_config
+from training.modeling import (
+    build_model,
+    cache_nbytes,
+    can_skip_logits,
+    count_parameters,
+    load_causal_lm,
+    load_model_config,
+)
 from training.optimization import build_optimizer, build_schedule, load_optimizer_state, optimizer_state
 from training.plan import describe_plan, make_plan
 from training.publish import open_repository, upload_model
@@ -116,9 +122,8 @@ class Pretraining:
         self.branched_at = self.start.branched_at if self.start else None
         if train.activation_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
-        # Other models do not know the word; a compiled step joins logits and loss by itself.
-        can_skip = "skip_logits" in inspect.signature(self.model.forward).parameters and not train.compile
-        options = {"skip_logits": True} if can_skip else {}
+        # A compiled step joins logits and loss by itself.
+        options = {"skip_logits": True} if can_skip_logits(self.model) and not train.compile else {}
         if train.compile:
             self.model.compile()  # in place: names stay as they are
         optimizer = build_optimizer(self.model, self.recipe.optimizer)
