@@ -7,8 +7,10 @@ python -m benchmarks acceptance              # what was promised and what was fo
 """
 
 import argparse
+import errno
 import shlex
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from benchmarks import (
     training,
 )
 from benchmarks.measure import machine_facts
-from benchmarks.options import settle
+from benchmarks.options import settle, whole
 from benchmarks.report import RESULTS, Report
 
 COMMANDS = {
@@ -57,6 +59,11 @@ COMMANDS = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """The settings of one command, checked; makes the folder of the results if there is to be one.
+
+    Raises:
+        SystemExit: with status 2 and a message on stderr, for what cannot be measured, read or written.
+    """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=style)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -66,14 +73,40 @@ def parse(argv: list[str]) -> argparse.Namespace:
         for option, values in module.OPTIONS.items():
             values.add_to(command, option)
         command.add_argument("--quick", action="store_true", help="small sizes, a run of seconds")
-        command.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+        command.add_argument("--threads", type=whole(1), default=2, help="CPU threads (default: %(default)s)")
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
         command.add_argument("--output", type=Path, help=f"folder of the results (default: {RESULTS}; quick: none)")
     arguments = parser.parse_args(argv)
     settle(arguments, COMMANDS[arguments.command].OPTIONS)
-    if arguments.output is None and (not arguments.quick or arguments.command == "acceptance"):
+    error = commands.choices[arguments.command].error
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        error("argument --device: cuda: PyTorch finds no CUDA device here; use --device cpu")
+    if arguments.command == "acceptance":
+        try:
+            acceptance.read_results(arguments.output or RESULTS)
+        except ValueError as reason:
+            error(f"argument --output: {reason}")
+    if arguments.output is None and not arguments.quick:
         arguments.output = RESULTS
+    if arguments.output is not None:
+        try:
+            make_writable(arguments.output)
+        except OSError as reason:
+            error(f"argument --output: {arguments.output} cannot be written ({reason.strerror}); name another folder")
     return arguments
+
+
+def make_writable(folder: Path) -> None:
+    """Make `folder` if it is not there, and a file in it that is gone at once: a long run must not be lost at its end.
+
+    Raises:
+        OSError: one of the two fails.
+    """
+    if folder.is_file():
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def main(argv: list[str] | None = None) -> Report:

@@ -38,13 +38,27 @@ class Peer(NamedTuple):
         function: q, k, v and the gates by name -> o.
         tolerance: relative difference up to which it computes the same function in fp32; None if it is another one.
         longest: sequences beyond are not timed: autograd makes these quadratic, and the shorter ones have shown it.
+        multiple: it takes sequences of whole chunks of so many tokens; others are not timed.
         fp32_only: whatever it is given, it computes in fp32; other inputs are not timed.
     """
 
     function: Callable[..., Tensor]
     tolerance: float | None = 1e-4
     longest: int | None = None
+    multiple: int = 1
     fp32_only: bool = False
+
+    def takes(self, length: int, dtype: str) -> bool:
+        """Whether it is timed on so many tokens of `dtype`, a key of `DTYPES`."""
+        return (
+            (self.longest is None or length <= self.longest)
+            and length % self.multiple == 0
+            and (dtype == "fp32" or not self.fp32_only)
+        )
+
+
+# Its small constants in the denominators end the descent at about this accuracy.
+PLAIN_MESA = Peer(peers.fla_plain_mesa, tolerance=2e-2, longest=4096, multiple=64, fp32_only=True)
 
 
 class Operator(NamedTuple):
@@ -89,10 +103,9 @@ def operators(device: str) -> dict[str, Operator]:
     if peers.has_fla():
         plain = {
             "linear": Peer(peers.fla_plain_linear_attention, longest=4096, fp32_only=True),
-            "delta_net": Peer(peers.fla_plain_delta_rule, longest=4096, fp32_only=True),
+            "delta_net": Peer(peers.fla_plain_delta_rule, longest=4096, multiple=32, fp32_only=True),
             "gated_delta_net": Peer(peers.fla_plain_gated_delta_rule, longest=4096, fp32_only=True),
-            # Its small constants in the denominators end the descent at about this accuracy.
-            "mesa_net": Peer(peers.fla_plain_mesa, tolerance=2e-2, longest=4096, fp32_only=True),
+            "mesa_net": PLAIN_MESA,
         }
         kernels = {
             "linear": Peer(peers.fla_kernel_linear_attention, tolerance=2e-2),
@@ -194,8 +207,7 @@ def mesa_at_the_residual_of_peer(shape: Shape, device: str, length: int = 256) -
             error = relative_error(ours(**inputs)[0], exact)
             if error <= theirs:
                 break
-    peer = Peer(peers.fla_plain_mesa, tolerance=2e-2, longest=4096, fp32_only=True)
-    return Operator(ours, ("g", "beta", "lamb"), {"fla, plain": peer}), {"ours": error, "theirs": theirs}
+    return Operator(ours, ("g", "beta", "lamb"), {"fla, plain": PLAIN_MESA}), {"ours": error, "theirs": theirs}
 
 
 MODEL_SHAPE = {

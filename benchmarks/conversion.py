@@ -20,9 +20,9 @@ RECIPE = "configuration/convert.yaml"
 OPTIONS = {
     "teacher": Option("runs/teacher", "", "folder of the softmax model; quick makes one"),
     "mixers": Option(["gated_delta_net", "mesa_net", "ttt_linear"], ["gated_delta_net"], "of the converted layers"),
-    "align_tokens": Option(60_000, 64, "of each run"),
-    "distil_tokens": Option(180_000, 64, "of each run but the first"),
-    "first_distil_tokens": Option(440_000, 64, "of the first mixer's run"),
+    "align_tokens": Option(60_000, 64, "of each run; 0: no alignment", least=0),
+    "distil_tokens": Option(180_000, 64, "of each run but the first; 0: no distillation", least=0),
+    "first_distil_tokens": Option(440_000, 64, "of the first mixer's run; 0: no distillation", least=0),
     "rows": Option(64, 2, "held-out rows of each source in the last evaluation"),
     "changes": Option([""], [""], "further fields of the recipe, for every run"),
     "runs": Option("runs/conversion", "", "folder of the runs; empty: a temporary one"),

@@ -17,7 +17,9 @@ from benchmarks.report import Column, Report, axes_of, lines
 OPTIONS = {
     "lengths": Option([1024, 2048, 4096, 16384, 65536], [64, 128], "tokens"),
     "reference": Option(2048, 64, "the length that growth is relative to"),
-    "longest_softmax": Option(16384, 256, "softmax attention, which grows quadratically, is measured up to here"),
+    "longest_softmax": Option(
+        16384, 256, "softmax attention, which grows quadratically, is measured up to here; 0: not at all", 0
+    ),
     "repeats": Option(3, 1, "timed runs of each operator and length"),
     "heads": Option(8, 2, "heads"),
     "dim": Option(64, 16, "key and value size of a head"),
@@ -69,8 +71,10 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
             for name in names
         ]
     reference = {row["operator"]: row for row in rows if row["tokens"] == settings.reference}
-    for row in rows if reference else ():
-        first = reference[row["operator"]]
+    for row in rows:
+        first = reference.get(row["operator"])
+        if first is None:
+            continue
         row["time_growth"] = row["us_per_token"] / first["us_per_token"]
         row["memory_growth"] = row["kb_per_token"] / first["kb_per_token"] if first["kb_per_token"] else None
     rows.sort(key=lambda row: [*operators(device), SOFTMAX].index(row["operator"]))

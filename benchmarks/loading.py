@@ -19,7 +19,8 @@ from training.recipe import DataRecipe, TokenizerRecipe
 
 OPTIONS = {
     "path": Option("sotu", "generated", "a corpus, as data.path; generated: 500 short documents"),
-    "vocab_size": Option(8192, 300, "of the tokenizer, which is trained on the corpus"),
+    # At least the 256 bytes and 2 special tokens.
+    "vocab_size": Option(8192, 300, "of the tokenizer, which is trained on the corpus", least=258),
     "sequence_length": Option(512, 64, "tokens a row"),
     "rows": Option(4, 2, "a batch"),
     "shuffle_rows": Option(256, 16, "of a block, as data.shuffle_rows"),

@@ -4,7 +4,8 @@
 All sides of a length and pass see the same inputs in turn. Before it is timed, a peer that computes the same function
 must agree with ours, gradients included. "inputs" is the dtype of q, k and v; gates are fp32. The ratio is the peer's
 time over ours: above 1 ours is faster. `fp32` as a peer of bf16 inputs is our own operator on fp32 inputs; peers that
-compute in fp32 whatever they are given are timed on fp32 inputs only.
+compute in fp32 whatever they are given are timed on fp32 inputs only, and peers that take whole chunks alone (of 32 tokens
+the plain delta rule, of 64 the plain mesa) have no row at other lengths.
 `mesa_net (residual of the peer)` solves to the accuracy that the plain peer reaches, instead of its default tolerance.
 """
 
@@ -71,7 +72,7 @@ def compare(settings, cases, differences, shape, length, pass_name, backward) ->
             if dtype != "fp32" and "fp32" in settings.dtypes:
                 pairs.append((ours, "fp32", (name, "", "fp32")))
             for peer_name, peer in operator.peers.items():
-                if length > (peer.longest or length) or (peer.fp32_only and dtype != "fp32"):
+                if not peer.takes(length, dtype):
                     continue
                 # Softmax attention is one for all operators, and so is the peer of both kinds of mesa.
                 owner = name.split()[0] if peer.tolerance is not None else ""

@@ -48,7 +48,7 @@ OPTIONS = {
     "teacher": Option("runs/teacher", "", "the softmax model; quick makes one"),
     "mixer": Option("gated_delta_net", "gated_delta_net", "of the layers that do not stay"),
     "count": Option(8, 1, "layers that stay softmax"),
-    "align_tokens": Option(120_000, 64, "training tokens that all layers are aligned on"),
+    "align_tokens": Option(120_000, 64, "training tokens that all layers are aligned on; 0: no alignment", 0),
     "rows": Option(24, 2, "held-out rows of each source that judge a choice"),
     "choosing_rows": Option(8, 2, "training rows that scores look at"),
     "samples": Option(32, 2, "phrases of each distance"),

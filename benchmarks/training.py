@@ -22,7 +22,7 @@ MODELS = [TWIN, "gated_delta_net 3:1", "gated_delta_net 1:0", "mesa_net 3:1", "m
 OPTIONS = {
     "models": Option(MODELS, [TWIN, "gated_delta_net 3:1", "OLMo-Hybrid"], "mixer and ratio, or a peer"),
     "tokens": Option(2048, 64, "of a timed step"),
-    "memory_tokens": Option(8192, 64, "of a step whose memory is measured; 0: none"),
+    "memory_tokens": Option(8192, 64, "of a step whose memory is measured; 0: none", least=0),
     "repeats": Option(3, 1, "timed steps of each model"),
 }
 COLUMNS = (

@@ -61,9 +61,11 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def needs_logits(head: nn.Module) -> bool:
-    """Whether `head` is more than its weight: wrapped by an adapter, quantised, split over devices, watched by hooks."""
+    """Whether `head` is more than its weight: an adapter, quantised, offloaded, split over devices, patched, hooked."""
     is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None
-    return not is_plain or bool(head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+    if not is_plain or head.weight.is_meta or "forward" in vars(head):
+        return True
+    return bool(head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks)
 
 
 def head_loss(hidden_states: torch.Tensor, head: nn.Linear, loss: LogitLoss) -> torch.Tensor:
@@ -98,10 +100,19 @@ def head_cross_entropy(
 
     Returns:
         a scalar, nats.
+
+    Raises:
+        ValueError: labels of another shape than the text.
     """
+    given = labels if shift_labels is None else shift_labels
+    if given.shape != hidden_states.shape[:-1]:
+        raise ValueError(
+            f"{'labels' if shift_labels is None else 'shift_labels'} must have the text's shape "
+            f"{list(hidden_states.shape[:-1])}, one for each token, got {list(given.shape)}"
+        )
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    labels = shift_labels.reshape(-1).to(hidden_states.device)
+    labels = shift_labels.reshape(-1).to(hidden_states.device, torch.long)
 
     def cross_entropy(logits: torch.Tensor, part: slice, with_gradient: bool):
         target = labels[part, None]

@@ -21,6 +21,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -556,8 +557,9 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         r"""
         skip_logits (`bool`, *optional*, defaults to `False`):
-            Return the loss of `labels` without the logits, which are made for some tokens at a time and never held:
-            less memory, and faster on CPUs. `logits` is `None` then.
+            Return the loss of `labels` (or `shift_labels`) without the logits, which are made for some tokens at a time
+            and never held: less memory, and faster on CPUs. `logits` is `None` then. With a `loss_function` of its own or
+            a head that is more than a linear layer the model makes the logits, and returns them as little.
 
         Example:
 
@@ -570,9 +572,14 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
         >>> inputs = tokenizer("My fellow citizens", return_tensors="pt")
         >>> tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40))
         ```"""
-        if skip_logits and labels is None:
+        if skip_logits and labels is None and kwargs.get("shift_labels") is None:
             raise ValueError(
-                "skip_logits=True leaves the loss alone, which needs labels; without them keep the logits."
+                "skip_logits=True returns the loss alone, which needs labels or shift_labels: give them to the model (a "
+                "Trainer with label_smoothing_factor takes them away), or leave skip_logits out."
+            )
+        if skip_logits and (isinstance(logits_to_keep, torch.Tensor) or logits_to_keep):
+            raise ValueError(
+                f"skip_logits=True keeps no logits, and logits_to_keep={logits_to_keep} asks for some: give one of them."
             )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
@@ -584,11 +591,11 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         logits = loss = None
-        if skip_logits and not needs_logits(self.lm_head):
+        if skip_logits and self.loss_function is ForCausalLMLoss and not needs_logits(self.lm_head):
             loss = head_cross_entropy(outputs.last_hidden_state, self.lm_head, labels, **kwargs)
         else:
             logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-            if labels is not None:
+            if labels is not None or skip_logits:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             if skip_logits:
                 logits = None

@@ -55,6 +55,8 @@ def check_inputs(
         raise ValueError(f"{op}: q must be {layout}, got shape {list(q.shape)}")
     if not step and q.shape[1] == 0:
         raise ValueError(f"{op}: the sequence is empty (q has shape {list(q.shape)}); pass at least one token")
+    if not q.shape[0] or not q.shape[-2]:
+        raise ValueError(f"{op}: q has shape {list(q.shape)}; pass at least one row and one head")
     if k.shape != q.shape:
         raise ValueError(f"{op}: k must have the shape of q, {list(q.shape)}, got {list(k.shape)}; repeat shared heads")
     if v.shape[:-1] != q.shape[:-1]:

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .op_common import check_backend, no_autocast
+from .op_common import check_backend, check_tensor, no_autocast
 from .op_fla import fla_ttt_linear, refuse_kernel, ttt_refusal, uses_kernel
 from .op_ttt_fit import NORM_EPS, Fit, Layer, LossNorm, affine
 
@@ -290,6 +290,8 @@ def _check_arguments(
     if eta is None:
         raise ValueError("eta, the inner learning rate of every token [batch, time, heads], is required, got None.")
     _check_shape("eta", eta, (batch, time, heads), "[batch, time, heads]")
+    for name, x in {"q": q, "k": k, "v": v, "eta": eta}.items():
+        check_tensor("ttt", name, x)
     if training.token_scale is not None:
         _check_shape("token_scale", training.token_scale, (size,), "[mini_batch_size]")
     lengths = training.lengths

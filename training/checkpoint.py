@@ -34,8 +34,22 @@ RESUMED = (
 
 
 def earlier_files(recipe: Recipe | FinetuneRecipe) -> list[str]:
-    """What this run will remove of an earlier one in `output_dir`; raises `SetupError` if it may not."""
+    """What this run will remove of an earlier one in `output_dir`.
+
+    Raises:
+        SetupError: it may not remove it, or the folder lies among the texts, where a run's files would be taken for some.
+    """
     folder = Path(recipe.output_dir).expanduser()
+    data = recipe.data
+    sources = [source.path for source in getattr(data, "sources", ())]
+    for path in (data.path, getattr(data, "validation_path", None), *sources):
+        if path and Path(path).expanduser().is_dir():
+            texts = Path(path).expanduser().resolve()
+            if folder.resolve().is_relative_to(texts):
+                raise SetupError(
+                    f"output_dir={recipe.output_dir} lies within the folder of texts {path}, where the run's own files "
+                    "would be read as texts: choose one outside"
+                )
     earlier = [name for name in (*RUN_FILES, *RUN_FOLDERS) if (folder / name).exists()]
     if getattr(recipe, "resume", False):
         return [name for name in earlier if name not in RESUMED]

@@ -137,7 +137,8 @@ class Flops:
 def count_flops(model: PreTrainedModel, length: int, mesa_steps: float = MESA_STEPS) -> Flops:
     """The arithmetic of a causal language model, in parts: projections, MLP, head, attention and memories.
 
-    The model may be on the meta device. Of other models than AvgPath's, linear layers and softmax attention are counted.
+    The model may be on the meta device. Of other models than AvgPath's, linear layers are counted, and
+    softmax attention where the config names its heads.
 
     Args:
         length: tokens of a row.
@@ -150,6 +151,8 @@ def count_flops(model: PreTrainedModel, length: int, mesa_steps: float = MESA_ST
             part = "head" if module is head else "MLP" if ".mlp." in name else "projections"
             flops.add(part, 2 * module.in_features * module.out_features)
     if config.model_type != "avgpath":
+        if not getattr(config, "num_attention_heads", None):
+            return flops
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         for kind in kinds:

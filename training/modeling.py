@@ -58,11 +58,46 @@ def load_model_config(model: dict[str, Any]) -> PreTrainedConfig:
         raise SetupError(f"{file} with {overrides or 'no overrides'}: {error}") from None
 
 
+def check_causal(config: PreTrainedConfig) -> None:
+    """Raises `SetupError` if Transformers has no causal language model of this kind."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise SetupError(
+            f"model_type {config.model_type} has no causal language model in Transformers: take another one, such as "
+            "avgpath or llama"
+        )
+
+
 def build_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A causal language model with fresh fp32 weights that knows the tokenizer's special tokens."""
+    check_causal(config)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@torch.no_grad()
+def check_boundaries(model: PreTrainedModel) -> None:
+    """Raises `SetupError` unless the model keeps apart what `position_ids` that begin again say are two documents."""
+    ids = torch.arange(1, 9).remainder(model.config.vocab_size)[None]
+    other = ids.clone()
+    other[:, :4] = 0
+    positions = torch.arange(4).repeat(2)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        first, second = (
+            model(input_ids=x, position_ids=positions, use_cache=False).logits[:, 4:] for x in (ids, other)
+        )
+        leaks = not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * first.std().item())
+    except TypeError:  # no position_ids at all
+        leaks = True
+    finally:
+        model.train(was_training)
+    if leaks:
+        raise SetupError(
+            f"data.boundaries=true: {model.config.model_type} models do not keep documents in one row apart (they pass over "
+            "position_ids that begin again): leave data.boundaries out, or take avgpath"
+        )
 
 
 def refuse_adapter(path: str) -> None:

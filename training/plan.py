@@ -24,8 +24,8 @@ from modeling_avgpath import head_loss
 from training.corpus import Files, list_sources, open_corpus
 from training.flops import Flops, count_flops
 from training.machine import choose_precision, peak_flops, split_batch
-from training.modeling import can_skip_logits, count_parameters, load_model_config
-from training.recipe import DataRecipe, Recipe
+from training.modeling import can_skip_logits, check_causal, count_parameters, load_model_config
+from training.recipe import DataRecipe, Recipe, SetupError
 
 CONTEXTS = (1024, 8192, 65536)  # tokens that cache bytes are told for
 BYTES_PER_TOKEN = 4  # assumed of text that nothing has tokenised yet
@@ -325,10 +325,15 @@ def make_plan(recipe: Recipe) -> Plan:
     """Plan the run that `recipe` describes, for the machine it is called on.
 
     Raises:
-        SetupError: the recipe's model, batch or precision cannot be had.
+        SetupError: the recipe's model, batch or precision cannot be had, or the model is of a kind that is not known here.
     """
     config = load_model_config(recipe.model)
+    check_causal(config)
     model = build_on_meta(config)
+    if not hasattr(model.get_decoder(), "layers") or not hasattr(config, "num_key_value_heads"):
+        raise SetupError(
+            f"dry_run=true plans AvgPath models and those built like Llama, not {config.model_type}; the run itself may work"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = choose_precision(recipe.train.mixed_precision)
     rows, _ = split_batch(recipe.train)

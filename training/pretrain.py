@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from training.card import (
     name_source,
 )
 from training.checkpoint import (
+    STATE_FILE,
     Interruption,
     earlier_files,
     explain_failed_save,
@@ -57,12 +59,14 @@ from training.modeling import (
     build_model,
     cache_nbytes,
     can_skip_logits,
+    check_boundaries,
     count_parameters,
     load_causal_lm,
     load_model_config,
 )
 from training.optimization import build_optimizer, build_schedule, load_optimizer_state, optimizer_state
 from training.plan import describe_plan, make_plan
+from training.probes import position_limit
 from training.publish import open_repository, upload_model
 from training.recipe import Recipe, RunError, SetupError
 from training.resume import StartingPoint, find_start, random_state, set_random_state
@@ -105,10 +109,10 @@ class Pretraining:
     data: TrainingData
     model: PreTrainedModel
     model_config: dict  # that of the recipe, which a run that goes on must find again
-    metrics: MetricsLog
     interruption: Interruption
     started: float  # time.perf_counter() at the start of the script
     start: StartingPoint | None
+    metrics: MetricsLog = dataclasses.field(init=False)  # opened once the folder is ready
 
     def __post_init__(self) -> None:
         train, accelerator = self.recipe.train, self.accelerator
@@ -404,6 +408,11 @@ class Pretraining:
         """Judge the final model, show a sample and what the cache holds, and write plot and summary."""
         result = self.validate()
         finish_trackers(self.accelerator)
+        if not math.isfinite(result["loss"]):
+            raise RunError(
+                f"the final model's held-out loss is {result['loss']}: its weights are ruined ({self.guard.skipped} of "
+                f"{self.step} steps were left out as not finite). Lower optimizer.learning_rate and start anew"
+            )
         if not self.accelerator.is_main_process:
             return result
         text, cache_bytes = self.sample(model := load_causal_lm(str(saved), dtype=torch.float32))
@@ -541,19 +550,41 @@ def describe_devices(accelerator: Accelerator) -> str:
     return f"{accelerator.num_processes} x {accelerator.device.type} ({kind})"
 
 
+def on_main_process_first(accelerator: Accelerator, make: Callable[[], TrainingData]) -> TrainingData:
+    """`make()`, first on the main process, then on the others, which find what it has stored.
+
+    Raises:
+        SetupError: on all processes, if the main process raised it.
+    """
+    failure = found = None
+    if accelerator.is_main_process:
+        try:
+            found = make()
+        except SetupError as error:
+            failure = str(error)
+    (failure,) = broadcast_object_list([failure])
+    if failure:
+        raise SetupError(failure)
+    return found if accelerator.is_main_process else make()
+
+
 def finished_summary(recipe: Recipe) -> dict | None:
     """The summary of the finished run that `recipe` would go on with, if there is nothing left to do."""
     file = Path(recipe.output_dir).expanduser() / "summary.json"
     if not recipe.resume or not file.exists():
         return None
     summary = json.loads(file.read_text(encoding="utf-8"))
-    return summary if summary["steps"] == recipe.train.steps else None
+    final = file.parent / "final"
+    if summary["steps"] != recipe.train.steps or not (final / STATE_FILE).exists():
+        return None
+    # As strict as with a run that is not finished: the result of one recipe is not that of another.
+    StartingPoint.read(final).check_recipe(recipe, load_model_config(recipe.model).to_dict())
+    return summary
 
 
 def open_folder(recipe: Recipe, start: StartingPoint | None) -> Path:
     """Make the run's folder ready, on the main process: without what a kill left, and with metrics up to `start`."""
     if recipe.hub_model_id is not None:
-        earlier_files(recipe)  # an occupied folder is told before a repository is made
         recipe.hub_model_id = open_repository(recipe.hub_model_id, recipe.hub_private_repo)
     folder = open_run_folder(recipe)
     remove_partial(folder)
@@ -568,14 +599,20 @@ def build_run(recipe: Recipe, interruption: Interruption) -> Pretraining:
     """Make data, model and folder ready, fresh or from a checkpoint; nothing is written before all of it is checked."""
     started = time.perf_counter()
     accelerator = build_accelerator(recipe)
+    earlier_files(recipe)  # an occupied folder is told before anything is computed
     set_seed(recipe.seed)
     config = load_model_config(recipe.model)
     model_config = config.to_dict()
     start = find_start(recipe)
     if start:
         start.check_recipe(recipe, model_config)
-    with accelerator.main_process_first():
-        data = prepare_data(recipe.data, recipe.tokenizer, config.vocab_size)
+    data = on_main_process_first(accelerator, lambda: prepare_data(recipe.data, recipe.tokenizer, config.vocab_size))
+    limit = position_limit(config)
+    if limit is not None and recipe.data.sequence_length > limit:
+        raise SetupError(
+            f"data.sequence_length={recipe.data.sequence_length} is beyond the model's max_position_embeddings={limit}: "
+            "shorten the rows, or raise model.max_position_embeddings"
+        )
     if data.rows_per_epoch is not None and data.rows_per_epoch < recipe.train.batch_size:
         raise SetupError(
             f"{describe_sources(recipe.data)} has {data.rows_per_epoch} training rows of {recipe.data.sequence_length} "
@@ -586,7 +623,11 @@ def build_run(recipe: Recipe, interruption: Interruption) -> Pretraining:
         model = load_causal_lm(str(start.folder), dtype=torch.float32)
     else:
         model = build_model(config, data.tokenizer)
+    if recipe.data.boundaries and config.model_type != "avgpath":
+        check_boundaries(model)
     folder = Path(recipe.output_dir).expanduser()
+    run = Pretraining(recipe, accelerator, folder, data, model, model_config, interruption, started, start)
+    # All is checked: from here on the folder changes.
     if accelerator.is_main_process:
         open_folder(recipe, start)
     accelerator.wait_for_everyone()
@@ -598,8 +639,7 @@ def build_run(recipe: Recipe, interruption: Interruption) -> Pretraining:
         if "step" in values:
             accelerator.log(curves(kind, values), step=values["step"])
 
-    metrics = MetricsLog(folder / "metrics.jsonl" if accelerator.is_main_process else None, track)
-    run = Pretraining(recipe, accelerator, folder, data, model, model_config, metrics, interruption, started, start)
+    run.metrics = MetricsLog(folder / "metrics.jsonl" if accelerator.is_main_process else None, track)
     size = "" if data.train_tokens is None else f"{data.train_tokens:,} training and "
     run.progress.say(
         f"{config.model_type}, {run.parameters:,} parameters"

@@ -19,8 +19,19 @@ from matplotlib import pyplot as plt  # noqa: E402
 BLUE, RED, GREY = "#4c78a8", "#e4572e", "#9a9a9a"
 
 
+def _finite(value: Any) -> Any:
+    """`value` with `None`, which JSON has, for numbers that are not finite, which it has not."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class MetricsLog:
     """Appends one JSON object a line; every line is flushed, so a killed run keeps what it has measured.
+
+    A number that is not finite is written as null.
 
     Args:
         file: `None` for a process that does not write.
@@ -34,7 +45,7 @@ class MetricsLog:
     def write(self, kind: str, **values: Any) -> None:
         """Write ``{"kind": kind, **values}``."""
         if self._stream:
-            self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._stream.write(json.dumps(_finite({"kind": kind, **values}), allow_nan=False) + "\n")
             self._stream.flush()
             if self._listener:
                 self._listener(kind, values)

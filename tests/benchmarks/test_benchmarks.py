@@ -1,6 +1,9 @@
 """The benchmarks run, their baselines are right, and what they report follows from what they measure."""
 
+import errno
 import json
+import tempfile
+from functools import partial
 
 import pytest
 import torch
@@ -57,6 +60,124 @@ def test_quick_keeps_nothing_unless_told():
     settings = parse(["ops", "--quick", "--lengths", "7", "9"])
     assert settings.lengths == [7, 9]
     assert settings.dim == COMMANDS["ops"].OPTIONS["dim"].quick
+
+
+def refused(argv: list[str], capsys) -> str:
+    """What a command that is refused before it measures says."""
+    with pytest.raises(SystemExit) as found:
+        parse(argv)
+    assert found.value.code == 2
+    return capsys.readouterr().err
+
+
+WHOLE_OPTIONS = [
+    (command, name, option)
+    for command, module in COMMANDS.items()
+    for name, option in module.OPTIONS.items()
+    if isinstance(option.full[0] if isinstance(option.full, list) else option.full, int)
+]
+# What 0 means something for: no such measurement, no such stage of training, or a seed.
+ZERO = {
+    "training": {"memory_tokens"},
+    "growth": {"longest_softmax"},
+    "conversion": {"align_tokens", "distil_tokens", "first_distil_tokens"},
+    "selection": {"align_tokens"},
+    "pretraining": {"seeds"},
+}
+
+
+@pytest.mark.parametrize(("command", "name", "option"), WHOLE_OPTIONS)
+def test_numbers_that_are_too_small_are_refused(command, name, option, capsys):
+    flag = f"--{name.replace('_', '-')}"
+    for number in (option.least - 1, -7):
+        message = refused([command, "--quick", flag, str(number)], capsys)
+        assert f"argument {flag}: {number} is too small; give {option.least} or more" in message
+    found = getattr(parse([command, "--quick", flag, str(option.least)]), name)
+    assert found == ([option.least] if isinstance(option.full, list) else option.least)
+    assert (option.least == 0) == (name in ZERO.get(command, ()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "0"], "argument --threads: 0 is too small; give 1 or more"),
+        (["--lengths", "64", "0"], "argument --lengths: 0 is too small; give 1 or more"),
+        (["--lengths", "4k"], "argument --lengths: '4k' is no whole number; give 1 or more"),
+        *((["--seconds", text], f"argument --seconds: '{text}' is no finite number") for text in ("0", "nan", "inf")),
+        (["--seconds", "-1"], "argument --seconds: '-1' is no finite number above 0; give one such as 0.5"),
+    ],
+)
+def test_malformed_numbers_are_refused(arguments, message, capsys):
+    assert message in refused(["ops", "--quick", *arguments], capsys)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("kept")
+    reasons = {file: "it is a file", file / "results": "Not a directory"}
+    for folder, reason in reasons.items():
+        message = refused(["ops", "--output", str(folder)], capsys)
+        assert f"argument --output: {folder} cannot be written ({reason}); name another folder" in message
+    assert file.read_text() == "kept"
+    folder = tmp_path / "new" / "results"
+    assert parse(["ops", "--output", str(folder)]).output == folder
+    assert folder.is_dir() and not list(folder.iterdir())
+
+    def deny(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", deny)
+    assert f"{folder} cannot be written (Permission denied)" in refused(["ops", "--output", str(folder)], capsys)
+
+
+def test_cuda_is_refused_where_there_is_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = tmp_path / "results"
+    message = refused(["ops", "--device", "cuda", "--output", str(folder)], capsys)
+    assert "argument --device: cuda: PyTorch finds no CUDA device here; use --device cpu" in message
+    assert not folder.exists()
+
+
+def test_peers_are_left_out_at_lengths_that_they_do_not_take():
+    """The limits are those of the functions: one token more than whole chunks fails, whole chunks do not."""
+    limits = {
+        (name, peer_name): peer
+        for name, operator in OPERATORS.items()
+        for peer_name, peer in operator.peers.items()
+        if peer.multiple > 1
+    }
+    assert set(limits) == {("delta_net", "fla, plain"), ("mesa_net", "fla, plain")}
+    for (name, _), peer in limits.items():
+        chunk = peer.multiple
+        assert [peer.takes(length, "fp32") for length in (1, chunk, chunk + 1, 2 * chunk)] == [False, True, False, True]
+        assert not peer.takes(8192, "fp32") and not peer.takes(chunk, "bf16")
+        inputs = {length: cases.make_inputs(OPERATORS[name].gates, length, SHAPE) for length in (chunk, chunk + 1)}
+        assert cases.make_pass(peer.function, inputs[chunk], backward=False)()[0].shape[1] == chunk
+        with pytest.raises((AssertionError, RuntimeError)):
+            cases.make_pass(peer.function, inputs[chunk + 1], backward=False)()
+
+
+def test_operators_are_compared_at_a_length_that_no_chunk_divides():
+    settings = parse(["ops", "--quick", "--dtypes", "fp32"])
+    cases_of_two = {name: OPERATORS[name] for name in ("delta_net", "gated_delta_net")}
+    differences = {name: {} for name in cases_of_two}
+    rows = COMMANDS["ops"].compare(settings, cases_of_two, differences, SHAPE, 20, "forward", False)
+    assert [(row["operator"], row["peer"]) for row in rows] == [
+        ("delta_net", "in-tree"),
+        ("delta_net", cases.SOFTMAX),
+        ("gated_delta_net", "in-tree"),
+        ("gated_delta_net", "fla, plain"),
+        ("gated_delta_net", cases.SOFTMAX),
+    ]
+
+
+def test_growth_of_an_operator_that_is_not_measured_at_the_reference(monkeypatch):
+    growth = COMMANDS["growth"]
+    monkeypatch.setattr(growth, "in_fresh_process", lambda *_: 1000)
+    arguments = ["--lengths", "16", "32", "--longest-softmax", "16", "--reference", "32"]
+    _, rows, _ = growth.measure(parse(["growth", "--quick", *arguments]))
+    assert [row["tokens"] for row in rows if row["operator"] == cases.SOFTMAX] == [16]
+    assert [row["operator"] for row in rows if "time_growth" not in row] == [cases.SOFTMAX]
 
 
 @pytest.mark.parametrize("name", PLAIN_PEERS)
@@ -157,13 +278,14 @@ def test_table():
     assert table(columns, rows) == ["| name | value |", "|---|---:|", "| a | 1.2 |", "| b |  |", ""]
 
 
+def write_report(folder, command: str, quick: bool, rows: list[dict]) -> None:
+    report = Report(command, "", "", {"quick": quick}, {"date": "2026-01-01"}, rows, {})
+    (folder / f"{command}.json").write_text(json.dumps(vars(report)))
+
+
 def test_acceptance(tmp_path):
     """The worst of the rows decides; quick results and what is absent count as not measured."""
-
-    def write(command: str, quick: bool, rows: list[dict]) -> None:
-        report = Report(command, "", "", {"quick": quick}, {"date": "2026-01-01"}, rows, {})
-        (tmp_path / f"{command}.json").write_text(json.dumps(vars(report)))
-
+    write = partial(write_report, tmp_path)
     row = {"operator": "delta_net", "inputs": "fp32", "pass": "forward + backward", "tokens": 4096, "peer": "in-tree"}
     forward = {**row, "pass": "forward"}
     write("ops", False, [{**row, "ratio": 3.5}, {**forward, "ratio": 1.6}, {**forward, "tokens": 16384, "ratio": 1.4}])
@@ -178,3 +300,31 @@ def test_acceptance(tmp_path):
     assert rows[f"{op} alone"] == (1.4, "no")
     assert rows["linear, time per token at 65,536 tokens relative to 2,048"] == (None, "not measured")
     assert rows["decode, all-recurrent models at context 65,536 relative to 1,024"] == (1.2, "no")
+
+
+def test_acceptance_of_no_results_is_refused(tmp_path, capsys):
+    """Nor do quick ones count, or a table that acceptance itself has written."""
+    folder = tmp_path / "results"
+    arguments = ["acceptance", "--output", str(folder)]
+    assert f"argument --output: {folder} holds no results of a full measurement" in refused(arguments, capsys)
+    assert not folder.exists()
+    folder.mkdir()
+    write_report(folder, "ops", True, [])
+    write_report(folder, "acceptance", False, [])
+    message = refused(arguments, capsys)
+    for command in ("ops", "layers", "growth", "decode", "training"):
+        assert f"python -m benchmarks {command} --output {folder}" in message
+    assert sorted(path.name for path in folder.iterdir()) == ["acceptance.json", "ops.json"]
+
+
+def test_quick_acceptance_reads_the_results_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    write_report(folder, "decode", False, [{"context": 65536, "growth": 1.05}])
+    report = main(["acceptance", "--quick"])
+    assert [row["value"] for row in report.rows if row["reached"] == "yes"] == [1.05]
+    assert "# acceptance" in capsys.readouterr().out
+    assert [path.name for path in folder.iterdir()] == ["decode.json"]
+    main(["acceptance"])
+    assert sorted(path.name for path in folder.iterdir()) == ["acceptance.json", "acceptance.md", "decode.json"]

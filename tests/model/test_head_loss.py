@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from laws.cases import VOCAB, assert_close, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,16 +120,57 @@ def test_without_gradients_none_are_made(model, batch):
     assert not loss.requires_grad and largest.elements < VOCAB * model.config.hidden_size * 2
 
 
-def test_a_head_that_is_more_than_its_weight_makes_logits(model, batch):
-    """An adapter, here a hook: its part in the loss is not lost."""
-    handle = model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+def halve(model):
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: forward(hidden) / 2
+
+
+def watch(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def penalise(model):
+    plain = model.loss_function
+    model.loss_function = lambda logits, **inputs: plain(logits=logits, **inputs) + logits.square().mean()
+
+
+@pytest.mark.parametrize("change", [halve, watch, penalise])
+def test_a_head_or_loss_that_is_more_makes_logits(model, batch, change):
+    """Patched, watched (as adapters and offloading do), or with a loss of the user's: its part is not lost."""
+    plain, _ = loss_and_gradients(model, **batch, skip_logits=True)
+    change(model)
     expected, wanted = loss_and_gradients(model, **batch)
     loss, grads = loss_and_gradients(model, **batch, skip_logits=True)
-    handle.remove()
     assert torch.equal(loss, expected) and all(torch.equal(grads[name], wanted[name]) for name in wanted)
-    assert not torch.allclose(loss, loss_and_gradients(model, **batch, skip_logits=True)[0])
+    assert not torch.allclose(loss, plain)
 
 
-def test_a_loss_needs_labels(model, batch):
-    with pytest.raises(ValueError, match="skip_logits=True leaves the loss alone, which needs labels"):
+def test_an_offloaded_head(model, batch):
+    expected = model.eval()(**batch, use_cache=False).loss.detach()
+    cpu_offload(model, execution_device="cpu")
+    with torch.no_grad():
+        output = model(**batch, use_cache=False, skip_logits=True)
+    assert output.logits is None
+    assert_close(output.loss, expected, 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, LENGTH), (2, LENGTH - 1), (2, 2 * LENGTH), (1, 1)])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_another_shape_are_refused(model, batch, name, shape):
+    batch[name] = torch.ones(shape, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"{name} must have the text's shape \[2, 13\]"):
+        model(**batch, use_cache=False, skip_logits=True)
+
+
+def test_shift_labels_alone(model, batch):
+    batch["shift_labels"] = batch["labels"].roll(3, 1)
+    expected = model(**batch).loss
+    del batch["labels"]
+    assert_close(model(**batch, skip_logits=True).loss, expected, 1e-6)
+
+
+def test_what_is_asked_for_must_agree(model, batch):
+    with pytest.raises(ValueError, match="skip_logits=True returns the loss alone, which needs labels or shift_labels"):
         model(input_ids=batch["input_ids"], skip_logits=True)
+    with pytest.raises(ValueError, match="skip_logits=True keeps no logits, and logits_to_keep=3 asks for some"):
+        model(**batch, skip_logits=True, logits_to_keep=3)

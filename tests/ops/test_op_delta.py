@@ -168,6 +168,12 @@ def test_bad_arguments(rule, change, error, words):
         OPS[rule](**{**make_inputs(rule, length=5), **change})
 
 
+@both
+def test_an_empty_batch_is_refused(rule):
+    with pytest.raises(ValueError, match=r"q has shape \[0, 5, 2, 8\]; pass at least one row and one head"):
+        OPS[rule](**{name: x[:0] for name, x in make_inputs(rule, length=5).items()})
+
+
 def test_the_gated_rule_needs_its_decay():
     with pytest.raises(TypeError, match="gated_delta_rule: g must be a floating-point tensor, got NoneType"):
         gated_delta_rule(**{**R.make_inputs(length=5), "g": None})

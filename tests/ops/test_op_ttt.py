@@ -687,6 +687,7 @@ def test_wrong_arguments_are_named():
         ({"v": v[..., :5]}, ValueError, "v must be"),
         ({"eta": None}, ValueError, "eta, the inner learning rate"),
         ({"eta": 0.1}, TypeError, "eta must be a tensor"),
+        ({"q": q.long()}, TypeError, "q must be a floating-point tensor, got torch.int64"),
         ({"eta": eta.unsqueeze(-1)}, ValueError, "eta must be"),
         ({"mini_batch_size": 0}, ValueError, "mini_batch_size must be >= 1, got 0"),
         ({"mini_batch_size": 2.0}, TypeError, "mini_batch_size must be an int"),

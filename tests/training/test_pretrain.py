@@ -154,6 +154,10 @@ def test_an_interrupted_run_leaves_a_usable_checkpoint(workplace, number):
         (["model.mixxer=linear"], ["has no field 'mixxer'", "did you mean 'mixer'?"]),
         (["model.hybrid_ratio=0:0"], ["hybrid_ratio"]),
         (["--hepl"], ["unrecognized arguments: --hepl"]),
+        (
+            ["output_dir=texts/run"],
+            ["output_dir=texts/run lies within the folder of texts texts", "choose one outside"],
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, words, workplace, capsys, monkeypatch):

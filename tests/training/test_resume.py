@@ -215,6 +215,53 @@ def test_another_recipe_is_refused(driver, whole):
     assert before == ((whole / "metrics.jsonl").read_bytes(), sorted(path.name for path in whole.rglob("*")))
 
 
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_that_of_its_recipe_only(driver, whole):
+    before = files(whole)
+    status, log = driver.run("output_dir=whole", "resume=true", "sample.shown_tokens=1")
+    assert status == 0 and "a run that is finished" in log
+    for argument, words in {
+        "optimizer.learning_rate=1": "'optimizer.learning_rate' was 0.01 when the run began and is 1.0 now",
+        "model.hidden_size=64": "'model.hidden_size' was 32 when the run began and is 64 now",
+    }.items():
+        status, log = driver.run("output_dir=whole", "resume=true", argument)
+        assert status == 2 and words in log, log
+    assert files(whole) == before
+
+
+def test_a_refused_place_in_the_data_changes_nothing(driver):
+    """A stream of two processes, gone on with by one."""
+    folder = driver.folder / "refused"
+    stream = ("output_dir=refused", "data.streaming=true", "data.shuffle_rows=16")
+    status, _ = driver.run(*stream, kill_at="backward 6")
+    assert status == -signal.SIGKILL
+    state = folder / "checkpoints" / "step-000004" / "processes.pt"
+    processes = torch.load(state, weights_only=True)
+    processes[0]["batches"]["identity"]["processes"] = 2
+    torch.save(processes, state)
+    (folder / "final").mkdir()  # as if the kill had come after the last step
+    (folder / "loss.png").write_bytes(b"old")
+    before = files(folder)
+    status, log = driver.run(*stream, "resume=true")
+    assert status == 2 and "is for processes=2, and this run has processes=1" in log, log
+    assert files(folder) == before and (folder / "final").is_dir()
+
+
+def test_a_ruined_model_is_no_result(driver):
+    """Every number is bad from the second step on; the records are JSON all the same."""
+    status, log = driver.run(
+        "output_dir=ruined", "optimizer.learning_rate=1e30", "train.max_grad_norm=1e30", "train.steps=6",
+        "schedule.warmup_steps=0",
+    )  # fmt: skip
+    assert status == 1 and "the final model's held-out loss is nan" in log and "Traceback" not in log, log
+    assert not (driver.folder / "ruined" / "summary.json").exists()
+    for line in (driver.folder / "ruined" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
 def test_a_branch_decays_from_a_stable_checkpoint(driver):
     """Bit for bit as the run that decays there by itself; and the long run goes on to more steps than it was given."""
     wsd = ("schedule.name=wsd", "optimizer.name=muon")
