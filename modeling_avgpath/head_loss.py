@@ -60,10 +60,13 @@ class _HeadLoss(torch.autograd.Function):
         return *grads, None, None
 
 
-def needs_logits(head: nn.Module) -> bool:
-    """Whether `head` is more than its weight: an adapter, quantised, offloaded, split over devices, patched, hooked."""
+def needs_logits(head: nn.Module, device: torch.device) -> bool:
+    """Whether `head` is more than a weight beside hidden states on `device`.
+
+    An adapter is, and a head that is quantised, offloaded, split over devices, patched or hooked.
+    """
     is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None
-    if not is_plain or head.weight.is_meta or "forward" in vars(head):
+    if not is_plain or head.weight.device != device or "forward" in vars(head):
         return True
     return bool(head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks)
 

@@ -591,10 +591,15 @@ class AvgPathForCausalLM(AvgPathPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         logits = loss = None
-        if skip_logits and self.loss_function is ForCausalLMLoss and not needs_logits(self.lm_head):
-            loss = head_cross_entropy(outputs.last_hidden_state, self.lm_head, labels, **kwargs)
+        hidden_states = outputs.last_hidden_state
+        if (
+            skip_logits
+            and self.loss_function is ForCausalLMLoss
+            and not needs_logits(self.lm_head, hidden_states.device)
+        ):
+            loss = head_cross_entropy(hidden_states, self.lm_head, labels, **kwargs)
         else:
-            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+            logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
             if labels is not None or skip_logits:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             if skip_logits:
