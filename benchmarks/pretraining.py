@@ -94,7 +94,7 @@ def summarise(arm: str, runs: Sequence[dict], first: Sequence[dict]) -> dict:
         f"{name} {statistics.mean(found):.4f}" + (f" ({spread(found):.4f})" if len(found) > 1 else "")
         for name, found in by_source.items()
     ]
-    known = [run["summary"]["mfu"] for run in runs if run["summary"]["mfu"] is not None]
+    fastest = max((run["summary"] for run in runs), key=lambda summary: summary["tokens_per_second"])
     buckets = [run["last"]["by_position"] for run in runs]
     return {
         "arm": arm,
@@ -107,8 +107,8 @@ def summarise(arm: str, runs: Sequence[dict], first: Sequence[dict]) -> dict:
         "difference_spread": None if runs is first else spread(differences),
         "bits_per_byte": statistics.mean(run["last"]["bits_per_byte"] for run in runs),
         "sources": "; ".join(words) or None,
-        "tokens_per_second": max(run["summary"]["tokens_per_second"] for run in runs),
-        "mfu": max(known) if known else None,
+        "tokens_per_second": fastest["tokens_per_second"],
+        "mfu": fastest["mfu"],
         "changes": f"`{' '.join(ARMS[arm])}`",
         "curve": bands([run["curve"] for run in runs]),
         "by_position": [
