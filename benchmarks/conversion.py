@@ -84,9 +84,8 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
         common = [f"teacher.path={Path(teacher).resolve()}", f"evaluation.rows={settings.rows}"]
         common += [change for change in settings.changes if change]
         if settings.quick:
-            common += [*quick_data(Path(temporary)), "data.sequence_length=32", "data.validation_every=4", "layers.count=1",
-                       "calibration.tokens=64", "calibration.fit_tokens=64", "train.mixed_precision=no", "lookup.pairs=[2]",
-                       "evaluation.probes=[lookup]", "probes.samples=2"]  # fmt: skip
+            common += [*quick_data(Path(temporary)), "layers.count=1", "calibration.tokens=64", "calibration.fit_tokens=64",
+                       "evaluation.probes=[lookup]", "lookup.pairs=[2]", "probes.samples=2"]  # fmt: skip
         for index, mixer in enumerate(settings.mixers):
             own = [*common, f"layers.mixer={mixer}"]
             plain = [*own, "calibration.tokens=0", "align.tokens=0", "distil.tokens=0", "evaluation.probes=[]"]

@@ -14,8 +14,7 @@ from training.recipe import REPOSITORY
 # Of a model that is there to show that a command runs.
 QUICK_SHAPE = (
     "model.vocab_size=320", "model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=4",
-    "model.num_attention_heads=1", "data.sequence_length=32", "schedule.warmup_steps=1", "sample.cache_tokens=[2]",
-    "data.validation_every=4", "train.mixed_precision=no",
+    "model.num_attention_heads=1", "schedule.warmup_steps=1", "sample.cache_tokens=[2]",
 )  # fmt: skip
 
 
@@ -57,8 +56,11 @@ def quick_corpus(folder: Path) -> str:
 
 
 def quick_data(folder: Path) -> list[str]:
-    """What a recipe of two sources reads instead, and where it keeps it."""
-    return ["data.sources=[]", f"data.path={quick_corpus(folder)}", f"data.cache_dir={folder}/cache"]
+    """What a recipe of two sources reads instead, where it keeps it, in short rows and in fp32."""
+    return [
+        "data.sources=[]", f"data.path={quick_corpus(folder)}", f"data.cache_dir={folder}/cache",
+        "data.sequence_length=32", "data.validation_every=4", "train.mixed_precision=no",
+    ]  # fmt: skip
 
 
 def quick_teacher(folder: Path, threads: int) -> str:

@@ -32,7 +32,7 @@ from benchmarks.options import Option
 from benchmarks.report import COLOURS, Column, Report, axes_of
 from benchmarks.runs import quick_data, quick_teacher, run_script
 from modeling_avgpath.conversion_layers import choose_softmax_layers
-from modeling_avgpath.diagnosis_report import Diagnosis
+from modeling_avgpath.diagnosis_report import Diagnosis, ranks
 from modeling_avgpath.softmax_models import decoder
 from training.conversion_report import HeldOutRows
 from training.convert import load_teacher
@@ -142,8 +142,8 @@ class Hybrids:
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
     """Spearman's, with the 95% interval of Bonett & Wright (2000)."""
-    ranks = [np.argsort(np.argsort(values)) for values in (x, y)]
-    found = float(np.corrcoef(*ranks)[0, 1])
+    first, second = (ranks(torch.tensor(values, dtype=torch.float64)) for values in (x, y))
+    found = float(np.corrcoef(first, second)[0, 1])
     width = 1.96 * math.sqrt((1 + found**2 / 2) / (len(x) - 3))
     centre = math.atanh(np.clip(found, -1 + 1e-9, 1 - 1e-9))
     return found, math.tanh(centre - width), math.tanh(centre + width)
@@ -261,8 +261,7 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
             "evaluation.rows=16", "evaluation.probes=[]",
         ]  # fmt: skip
         if settings.quick:
-            arguments += [*quick_data(Path(temporary)), "data.sequence_length=32", "data.validation_every=4",
-                          "calibration.tokens=0", "train.mixed_precision=no"]  # fmt: skip
+            arguments += [*quick_data(Path(temporary)), "calibration.tokens=0"]
         run_script("convert.py", RECIPE, runs / "aligned", arguments, settings.threads)
         recipe = load_recipe(RECIPE, arguments, ConversionRecipe)
         precision = choose_precision(recipe.train.mixed_precision)

@@ -216,7 +216,7 @@ class Diagnosis:
         pairs = self.scores(by), self.scores("loss_change")
         if len(self.layers) < 3:
             raise ValueError(f"A correlation over {len(self.layers)} layers says nothing: three are the least.")
-        first, second = (_ranks(torch.tensor(list(scores.values()), dtype=torch.float64)) for scores in pairs)
+        first, second = (ranks(torch.tensor(list(scores.values()), dtype=torch.float64)) for scores in pairs)
         return torch.corrcoef(torch.stack((first, second)))[0, 1].item()
 
     def _need_losses(self) -> None:
@@ -418,7 +418,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
 
 
-def _ranks(values: torch.Tensor) -> torch.Tensor:
+def ranks(values: torch.Tensor) -> torch.Tensor:
     """Ranks of `values` `[N]`, equal ones sharing their mean."""
     below = (values[:, None] > values).sum(1)
     equal = (values[:, None] == values).sum(1)

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import modeling_avgpath  # noqa: F401  (registers model_type avgpath)
+from training.probes import evaluation_mode
 from training.recipe import SetupError, find_file, nearest
 
 
@@ -75,24 +76,20 @@ def build_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-@torch.no_grad()
 def check_boundaries(model: PreTrainedModel) -> None:
     """Raises `SetupError` unless the model keeps apart what `position_ids` that begin again say are two documents."""
     ids = torch.arange(1, 9).remainder(model.config.vocab_size)[None]
     other = ids.clone()
     other[:, :4] = 0
     positions = torch.arange(4).repeat(2)[None]
-    was_training = model.training
-    model.eval()
     try:
-        first, second = (
-            model(input_ids=x, position_ids=positions, use_cache=False).logits[:, 4:] for x in (ids, other)
-        )
+        with evaluation_mode(model):
+            first, second = (
+                model(input_ids=x, position_ids=positions, use_cache=False).logits[:, 4:] for x in (ids, other)
+            )
         leaks = not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * first.std().item())
     except TypeError:  # no position_ids at all
         leaks = True
-    finally:
-        model.train(was_training)
     if leaks:
         raise SetupError(
             f"data.boundaries=true: {model.config.model_type} models do not keep documents in one row apart (they pass over "
