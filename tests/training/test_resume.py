@@ -283,7 +283,7 @@ def test_a_branch_decays_from_a_stable_checkpoint(driver):
         "branch_from=long/checkpoints/step-000024": "can change in the stable phase alone: from step 2 to",
         "branch_from=long/checkpoints/step-00008": "did you mean 'step-000008'?",
         "branch_from=long/final": "is no whole checkpoint (no optimizer.pt)",
-        "branch_from=whole": "is no whole checkpoint",
+        "branch_from=long": "is no whole checkpoint",
     }.items():
         status, log = driver.run("output_dir=none", *wsd, argument, "train.steps=30")
         assert status == 2 and words in log, log
