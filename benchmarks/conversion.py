@@ -4,16 +4,28 @@
 Each run has a folder of its own; the command may be stopped and started again. "copied" is a hybrid with the teacher's
 weights and nothing else, "calibrated" one before any training. Perplexities are on the same held-out rows of each source,
 and their ratios to the teacher's have 95% intervals from the bootstrap over rows. "Without" is the final model with its
-recurrent layers zeroed.
+recurrent layers zeroed. The facts hold the same on longer windows than the students were trained on, the hybrid of softmax
+layers alone among them, and the recall probes.
 """
 
 import argparse
+import dataclasses
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from benchmarks.options import Option
 from benchmarks.report import COLOURS, Column, Report, axes_of
 from benchmarks.runs import quick_data, quick_teacher, run_script
+from modeling_avgpath.conversion import from_softmax
+from training.conversion_report import HeldOutRows
+from training.convert import load_teacher
+from training.data import collate, prepare_data
+from training.machine import choose_precision
+from training.modeling import load_causal_lm
+from training.recipe import ConversionRecipe, TokenizerRecipe, load_recipe
 from training.tracking import read_metrics
 
 RECIPE = "configuration/convert.yaml"
@@ -24,6 +36,8 @@ OPTIONS = {
     "distil_tokens": Option(180_000, 64, "of each run but the first; 0: no distillation", least=0),
     "first_distil_tokens": Option(440_000, 64, "of the first mixer's run; 0: no distillation", least=0),
     "rows": Option(64, 2, "held-out rows of each source in the last evaluation"),
+    "window": Option(2048, 64, "tokens of the longer windows"),
+    "windows": Option(24, 2, "held-out windows of each source"),
     "changes": Option([""], [""], "further fields of the recipe, for every run"),
     "runs": Option("runs/conversion", "", "folder of the runs; empty: a temporary one"),
 }
@@ -42,6 +56,11 @@ COLUMNS = (
 PROBES = {"phrases": "distance", "lookup": "pairs", "copying": "length"}
 
 
+def interval_of(ratio: dict) -> str:
+    """An estimate, with its interval if it has one."""
+    return "" if ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
 def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict]:
     """The rows of one run, one a source; the first holds the recall probes too."""
     watched = read_metrics(folder / "metrics.jsonl", "evaluation")
@@ -55,7 +74,6 @@ def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict
     for index, source in enumerate(summary["evaluation"]):
         ratio, teacher = source["ratio"], source["teacher"]["perplexity"]["mean"]
         at = dict(curves[index])
-        interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
         rows.append(
             {
                 "mixer": mixer,
@@ -64,7 +82,7 @@ def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict
                 "copied": copied["evaluation"][index]["ratio"]["mean"],
                 "calibrated": at[0],
                 "aligned": at.get(aligned),
-                "final": f"{ratio['mean']:.3f}x{interval}",
+                "final": f"{ratio['mean']:.3f}x{interval_of(ratio)}",
                 "interval": ratio,
                 "without": source["without_recurrence"]["perplexity"]["mean"] / teacher,
                 "tokens": summary["training_tokens"],
@@ -74,6 +92,37 @@ def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict
             }
         )
     return rows
+
+
+def compare_windows(recipe: ConversionRecipe, students: Mapping[str, Path], windows: int) -> dict[str, str]:
+    """Facts on longer windows: perplexity of the teacher, of the AvgPath model with its weights, and of each student."""
+    precision = choose_precision(recipe.train.mixed_precision)
+    teacher = load_teacher(recipe, torch.float32)
+    data = prepare_data(recipe.data, TokenizerRecipe(path=recipe.teacher.path), teacher.config.vocab_size)
+    held_out = HeldOutRows(data, recipe.bootstrap, recipe.seed, batch_size=1)
+    ids = collate([part.rows[0] for part in held_out.parts])["input_ids"]
+    with torch.no_grad():
+        change = (from_softmax(teacher)(ids).logits - teacher(ids).logits).abs().max().item()
+    if precision == "bf16":
+        teacher = load_teacher(recipe, torch.bfloat16)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+
+    known = held_out.score(teacher, windows, autocast)
+    facts = {"all layers softmax, fp32": f"largest difference of a logit to the teacher's {change:.1e}"}
+    models = {"all layers softmax": lambda: from_softmax(teacher)}
+    models |= {
+        name: lambda path=path: load_causal_lm(str(path), dtype=torch.float32) for name, path in students.items()
+    }
+    for name, make in models.items():
+        found = held_out.summarise({"teacher": known, "student": held_out.score(make(), windows, autocast)})
+        facts[f"{name}, windows of {recipe.data.sequence_length:,} tokens, {precision}"] = "; ".join(
+            f"{part['name']} {part['student']['perplexity']['mean']:.2f}, teacher "
+            f"{part['teacher']['perplexity']['mean']:.2f}, {part['ratio']['mean']:.3f}x{interval_of(part['ratio'])}"
+            for part in found
+        )
+    return facts
 
 
 def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
@@ -94,11 +143,14 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
             own += [f"align.tokens={settings.align_tokens}", f"distil.tokens={distil}"]
             folder = runs / mixer
             rows += read_run(mixer, folder, run_script("convert.py", RECIPE, folder, own, settings.threads), copied)
+        recipe = load_recipe(RECIPE, common, ConversionRecipe)
+        recipe.data = dataclasses.replace(recipe.data, sequence_length=settings.window)
+        facts = compare_windows(recipe, {mixer: runs / mixer / "final" for mixer in settings.mixers}, settings.windows)
     title = (
         f"{Path(teacher).name} converted: `python training/convert.py {RECIPE}` with `layers.mixer`, `align.tokens` and "
         "`distil.tokens`; perplexity of the teacher, and the hybrid's as a multiple of it."
     )
-    facts = {
+    facts |= {
         f"{row['mixer']}, {task}, nats per token by {key}": "; ".join(
             f"{record[key]}: {record['nll']['mean']:.2f} (teacher {known['nll']['mean']:.2f}, never told "
             f"{record['unseen_nll']['mean']:.2f})"

@@ -54,7 +54,7 @@ from training.modeling import count_parameters, load_causal_lm, refuse_adapter
 from training.probes import MeasurementError, copying, key_value_lookup, make_alphabet, repeated_phrases
 from training.publish import open_repository, upload_model
 from training.recipe import ConversionRecipe, PhaseRecipe, RunError, SetupError, TokenizerRecipe
-from training.resume import StartingPoint, random_state, recipe_changes, set_random_state
+from training.resume import StartingPoint, finished_run, random_state, recipe_changes, set_random_state
 from training.script import Interrupted, parse_recipe, run_script, warn
 from training.tracking import MetricsLog, Progress, truncate_metrics
 
@@ -69,6 +69,11 @@ EXAMPLES = """  python training/convert.py teacher.path=HuggingFaceTB/SmolLM2-13
 FREE_ON_RESUME = (
     "output_dir", "overwrite", "resume", "hub_", "license", "evaluation.", "checkpoint.", "probes.", "phrases.", "lookup.",
     "copying.", "bootstrap.", "train.log_every", "data.cache_dir", "data.workers",
+)  # fmt: skip
+# Those of a finished run, whose result is there: it was evaluated as its recipe said.
+FREE_WHEN_FINISHED = (
+    "output_dir", "overwrite", "resume", "hub_", "license", "evaluation.every_steps", "evaluation.watch_rows",
+    "evaluation.batch_size", "checkpoint.", "train.log_every", "data.cache_dir", "data.workers",
 )  # fmt: skip
 
 
@@ -521,10 +526,12 @@ def convert(recipe: ConversionRecipe) -> dict:
             "convert.py runs in one process: start it without accelerate launch, or with --num_processes 1"
         )
     keep_freed_memory()
-    finished = Path(recipe.output_dir).expanduser() / "summary.json"
-    if recipe.resume and finished.exists():
+    if finished := finished_run(recipe):
+        summary, final = finished
+        for key, (before, now) in recipe_changes(final.state["recipe"], recipe, FREE_WHEN_FINISHED).items():
+            raise final.refuse(key, before, now, ", and the run is finished")
         warn("convert", f"{recipe.output_dir} holds a run that is finished, so there is nothing to go on with")
-        return json.loads(finished.read_text(encoding="utf-8"))
+        return summary
     interruption = Interruption()
     run = build_run(recipe, interruption)
     with interruption:

@@ -41,7 +41,6 @@ from training.card import (
     name_source,
 )
 from training.checkpoint import (
-    STATE_FILE,
     Interruption,
     earlier_files,
     explain_failed_save,
@@ -69,7 +68,7 @@ from training.plan import describe_plan, make_plan
 from training.probes import position_limit
 from training.publish import open_repository, upload_model
 from training.recipe import Recipe, RunError, SetupError
-from training.resume import StartingPoint, find_start, random_state, set_random_state
+from training.resume import StartingPoint, find_start, finished_run, random_state, set_random_state
 from training.sampling import generation_style, prompt_tokens, write_sample
 from training.script import Interrupted, is_main_process, parse_recipe, run_script, warn
 from training.step import LossWindow, StepResult, TrainingStep
@@ -570,15 +569,12 @@ def on_main_process_first(accelerator: Accelerator, make: Callable[[], TrainingD
 
 def finished_summary(recipe: Recipe) -> dict | None:
     """The summary of the finished run that `recipe` would go on with, if there is nothing left to do."""
-    file = Path(recipe.output_dir).expanduser() / "summary.json"
-    if not recipe.resume or not file.exists():
+    found = finished_run(recipe)
+    if found is None or found[0]["steps"] != recipe.train.steps:
         return None
-    summary = json.loads(file.read_text(encoding="utf-8"))
-    final = file.parent / "final"
-    if summary["steps"] != recipe.train.steps or not (final / STATE_FILE).exists():
-        return None
+    summary, final = found
     # As strict as with a run that is not finished: the result of one recipe is not that of another.
-    StartingPoint.read(final).check_recipe(recipe, load_model_config(recipe.model).to_dict())
+    final.check_recipe(recipe, load_model_config(recipe.model).to_dict())
     return summary
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
-"""Going on from a checkpoint of `pretrain.py`: which one, whether the recipe lets it, and the random generators."""
+"""Going on from a checkpoint of a run: which one, whether the recipe lets it, and the random generators."""
 
 import dataclasses
 import json
@@ -151,6 +151,15 @@ class StartingPoint:
                 f"branch_from={self.folder}: the tokenizer of the new data differs; give tokenizer.path={self.folder}"
             )
         return False
+
+
+def finished_run(recipe: Any) -> tuple[dict, StartingPoint] | None:
+    """The summary and the final model of the finished run that `recipe`, of any script, would go on with."""
+    file = Path(recipe.output_dir).expanduser() / "summary.json"
+    final = file.parent / "final"
+    if not (recipe.resume and file.exists() and (final / STATE_FILE).exists()):
+        return None
+    return json.loads(file.read_text(encoding="utf-8")), StartingPoint.read(final)
 
 
 def find_start(recipe: Recipe) -> StartingPoint | None:

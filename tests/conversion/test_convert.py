@@ -97,6 +97,9 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(driver, whole):
     assert not list(folder.rglob("*.partial"))
     status, log = driver.run("output_dir=killed", "resume=true")
     assert status == 0 and "a run that is finished" in log
+    for changed in ("distil.learning_rate=1", "evaluation.rows=1"):
+        status, log = driver.run("output_dir=killed", "resume=true", changed)
+        assert status == 2 and f"'{changed.partition('=')[0]}' was" in log and "and the run is finished" in log
     status, log = driver.run("output_dir=killed")
     assert status == 2 and "holds a finished run" in log
 
