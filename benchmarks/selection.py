@@ -32,7 +32,7 @@ from benchmarks.options import Option
 from benchmarks.report import COLOURS, Column, Report, axes_of
 from benchmarks.runs import quick_data, quick_teacher, run_script
 from modeling_avgpath.conversion_layers import choose_softmax_layers
-from modeling_avgpath.diagnosis_report import Diagnosis, ranks
+from modeling_avgpath.diagnosis_report import Diagnosis, rank_correlation
 from modeling_avgpath.softmax_models import decoder
 from training.conversion_report import HeldOutRows
 from training.convert import load_teacher
@@ -138,15 +138,6 @@ class Hybrids:
         teacher, hybrid = (self.teacher.lm_head(x[is_target]).float().log_softmax(-1) for x in (wanted, hidden))
         kl = F.kl_div(hybrid, teacher, reduction="sum", log_target=True)
         return kl.item(), F.nll_loss(hybrid, labels[is_target], reduction="sum").item(), int(is_target.sum())
-
-
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
-    """Spearman's, with the 95% interval of Bonett & Wright (2000)."""
-    first, second = (ranks(torch.tensor(values, dtype=torch.float64)) for values in (x, y))
-    found = float(np.corrcoef(first, second)[0, 1])
-    width = 1.96 * math.sqrt((1 + found**2 / 2) / (len(x) - 3))
-    centre = math.atanh(np.clip(found, -1 + 1e-9, 1 - 1e-9))
-    return found, math.tanh(centre - width), math.tanh(centre + width)
 
 
 def layer_scores(hybrids: Hybrids, diagnosis: str) -> dict[str, list[float]]:
@@ -280,8 +271,8 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
     facts = {}
     if len(mixers) > 4:
         for name in [name for name in scores if name != "swap-one KL"]:
-            found, low, high = rank_correlation(scores[name], scores["swap-one KL"])
-            facts[f"rank correlation of {name} with swap-one KL"] = f"{found:+.2f} ({low:+.2f} to {high:+.2f})"
+            found = rank_correlation(scores[name], scores["swap-one KL"])
+            facts[f"rank correlation of {name} with swap-one KL"] = found.text()
     title = (
         f"{settings.count} of {len(mixers)} layers stay softmax, the others are {settings.mixer}, aligned on "
         f"{settings.align_tokens:,} tokens. KL and perplexity on {settings.rows} held-out rows of each source, recall on "

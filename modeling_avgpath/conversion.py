@@ -6,6 +6,8 @@ what they did; the others begin as near to it as their mixer can, the nearer if 
 """
 
 import copy
+import dataclasses
+import difflib
 from collections.abc import Callable
 
 import torch
@@ -45,6 +47,11 @@ def softmax_config(model: nn.Module) -> dict:
         }
     layers = softmax_layers(model)
     first = layers[0]
+    if any(layer.scaling != layer.head_dim**-0.5 for layer in layers):
+        raise ValueError(
+            f"The source scales its scores by {first.scaling}, and softmax layers here by 1/sqrt(head_dim): multiply the "
+            "weights and bias of q_proj (or q_norm) by the quotient, and set the source's scaling back."
+        )
     windows = {layer.sliding_window for layer in layers} - {None}
     projections = [getattr(first.attention, f"{name}_proj") for name in "qkvo"]
     return {
@@ -72,6 +79,10 @@ def conversion_config(
     """The config of what `from_softmax` makes, with its arguments and errors."""
     fields = softmax_config(model)
     source_types = fields.pop("mixer_types")
+    known = {field.name for field in dataclasses.fields(AvgPathConfig)} - {"mixer_types"}
+    for name in overrides.keys() - known:  # which a config would keep without a word
+        near = difflib.get_close_matches(name, known, n=1)
+        raise TypeError(f"AvgPathConfig has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
     fixed = [
         name for name in overrides if name in FIXED_FIELDS and overrides[name] != fields.get(name, overrides[name])
     ]
@@ -206,7 +217,7 @@ def from_softmax(
         the model, in evaluation mode, on the source's device.
 
     Raises:
-        TypeError: `model` is no Transformers model, or an override has a value of a wrong type.
+        TypeError: `model` is no Transformers model, or an override is no field of the config or of a wrong type.
         ValueError: another architecture, a quantised model, adapters, unknown mixers, heads of another shape than the
             source's, a field that the weights do not allow, or a calibration of another model.
     """
@@ -251,6 +262,8 @@ def load_inherited(student: AvgPathForCausalLM, model: nn.Module, converted: set
     attention = f".{SOFTMAX_FAMILIES[model.config.model_type]}."
     weights = {name.replace(attention, ".mixer."): weight for name, weight in model.state_dict().items()}
     own = student.state_dict()
+    if "lm_head.bias" in weights:
+        raise ValueError("The source's lm_head has a bias, and the head of an AvgPath model has none: take it off.")
 
     def is_converted(name: str) -> bool:
         parts = name.split(".")

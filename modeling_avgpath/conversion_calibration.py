@@ -75,20 +75,44 @@ class Calibration:
     tokens: int
 
     def check(self, model: nn.Module, indices: Sequence[int]) -> None:
-        """Raises `ValueError` unless it is of a model of this shape that has these layers."""
+        """Raises `ValueError` unless it is of a model of this shape that has these layers, and of texts that it can read."""
         missing = [index for index in indices if index not in self.layers]
-        size = model.config.hidden_size
         if missing:
             raise ValueError(
                 f"The calibration does not know layers {missing} of this model: calibrate the model that is converted."
             )
+        config = model.config
         for index in indices:
-            found = tuple(self.layers[index].fit.gate.shape)
-            if found != (model.config.num_attention_heads, size):
+            fit = self.layers[index].fit
+            found = (*fit.gate.shape, fit.weight.shape[-1])
+            wanted = (config.num_attention_heads, config.hidden_size, softmax_layers(model)[0].head_dim)
+            if found != wanted:
                 raise ValueError(
-                    f"The calibration is of a model with {found[0]} heads and width {found[1]}, and this one has "
-                    f"{model.config.num_attention_heads} and {size}: calibrate the model that is converted."
+                    f"The calibration is of a model with {found[0]} heads of {found[2]} and width {found[1]}, and this one "
+                    f"has {wanted[0]} of {wanted[2]} and {wanted[1]}: calibrate the model that is converted."
                 )
+        _check_ids(self.texts, model)
+
+
+def _check_ids(ids: torch.Tensor, model: nn.Module) -> None:
+    """Raises `ValueError` unless `ids` are token ids `[B, T]` that `model` can read."""
+    limit, vocab_size = context_limit(model), model.config.vocab_size
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(
+            f"A batch must be a tensor of token ids [B, T], got {found}; `batches` is an iterable of them."
+        )
+    if not 2 <= ids.shape[1] <= limit:
+        raise ValueError(
+            f"A text of {ids.shape[1]} tokens is outside of 2 to {limit}, the model's max_position_embeddings: cut the "
+            "texts shorter, or join them."
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"The texts hold the token id {low if low < 0 else high}, outside the vocabulary 0 ... {vocab_size - 1}: use "
+            "the tokenizer that belongs to the model."
+        )
 
 
 Sums = dict[str, torch.Tensor]
@@ -175,11 +199,12 @@ def calibrate(
         fit_tokens: of the first texts, how many are kept for the fit; it holds a few numbers of `hidden_size` for each.
 
     Raises:
-        TypeError, ValueError: as `from_softmax`; a text longer than the model's positions, or shorter than 2 tokens; no
-            text at all.
+        TypeError, ValueError: as `from_softmax`; a text longer than the model's positions, or shorter than 2 tokens; ids
+            outside the vocabulary; padding; no text at all; activations that are not finite.
     """
     layers = softmax_layers(model)
-    limit = context_limit(model)
+    if fit_tokens < 1:
+        raise ValueError(f"fit_tokens={fit_tokens} must be at least 1: the start is fitted on them.")
     sums: dict[int, Sums] = {layer.index: {} for layer in layers}
     kept: list[torch.Tensor] = []
     tokens = 0
@@ -189,13 +214,14 @@ def calibrate(
     try:
         with watch(layers, lambda seen: _measure(seen, sums[seen.layer.index])):
             for batch in batches:
-                ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
-                if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not 2 <= ids.shape[1] <= limit:
-                    shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-                    raise ValueError(
-                        f"A batch must be token ids [B, T] of 2 to {limit} tokens, the model's max_position_embeddings; got "
-                        f"{shape}: cut the texts shorter."
-                    )
+                ids = batch
+                if isinstance(batch, Mapping):
+                    if "input_ids" not in batch:
+                        raise ValueError(f"A batch has the keys {', '.join(map(str, batch))}, but no input_ids.")
+                    ids = batch["input_ids"]
+                    if "attention_mask" in batch and not batch["attention_mask"].all():
+                        raise ValueError("A batch is padded: give rows without padding, for every token is measured.")
+                _check_ids(ids, model)
                 body(input_ids=ids.to(device), use_cache=False)
                 tokens += ids.numel()
                 if sum(x.numel() for x in kept) < fit_tokens and (not kept or ids.shape[1] == kept[0].shape[1]):
@@ -204,6 +230,11 @@ def calibrate(
         model.train(was_training)
     if not kept:
         raise ValueError("There was no text to calibrate on: give at least one batch of token ids.")
+    for index, of_layer in sums.items():
+        if not all(value.isfinite().all() for value in of_layer.values()):
+            raise ValueError(
+                f"The activations of layer {index} are not finite: its weights may be broken, or fp16 too narrow."
+            )
     texts = torch.cat(kept)
     return Calibration(
         {index: _statistics(of_layer) for index, of_layer in sums.items()},

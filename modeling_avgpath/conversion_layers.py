@@ -1,6 +1,7 @@
 # Copyright 2026 The AvgPath authors. Licensed under the Apache License, Version 2.0.
 """Which layers of a softmax model stay softmax: ways to choose that need no training."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -50,6 +51,8 @@ def choose_softmax_layers(
         if scores is None or len(scores) != num_layers:
             given = "none" if scores is None else str(len(scores))
             raise ValueError(f"Strategy 'score' needs one score for each of the {num_layers} layers, got {given}.")
+        if not all(map(math.isfinite, scores)):
+            raise ValueError(f"The scores must be finite numbers, got {list(scores)}.")
         return sorted(sorted(range(num_layers), key=lambda layer: (-scores[layer], layer))[:count])
     if not count:
         return []

@@ -74,12 +74,30 @@ class DiagnosisSettings:
     resamples: int = 1000
     seed: int = 0
 
+    def _check_types(self) -> None:
+        optional = ("fit_windows", "loss_windows")
+        for name in (*optional, "groups", "resamples", "seed"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) or (value is None and name in optional)):
+                raise TypeError(f"{name}={value!r} must be an integer{' or None' if name in optional else ''}.")
+        for name in ("clip", "confidence"):
+            if not isinstance(getattr(self, name), int | float):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be a number.")
+        for name in ("memories", "layers"):
+            value = getattr(self, name)
+            if not isinstance(value, Iterable) and not (value is None and name == "layers"):
+                raise TypeError(
+                    f"{name}={value!r} must be a list, such as {[0] if name == 'layers' else ['mesa_net']}."
+                )
+
     def resolve(self, model: nn.Module, found: Sequence[SoftmaxLayer], windows: int) -> "DiagnosisSettings":
         """These settings with what they leave open filled in, for a model with the layers `found` and so many windows.
 
         Raises:
+            TypeError: a setting of a wrong type.
             ValueError: a setting out of range.
         """
+        self._check_types()
         if windows < 2:
             raise ValueError(
                 "There is 1 window, and 2 are the least, one to fit and one to measure: cut the text in two."
@@ -97,7 +115,7 @@ class DiagnosisSettings:
             raise ValueError(f"clip={self.clip} must be greater than 1, the median distance itself.")
         if not 0 < self.confidence < 1:
             raise ValueError(f"confidence={self.confidence} must lie between 0 and 1.")
-        memories = (self.memories,) if isinstance(self.memories, str) else tuple(self.memories)
+        memories = (self.memories,) if isinstance(self.memories, str) else tuple(dict.fromkeys(self.memories))
         for memory in memories:
             if memory not in ONLINE_MEMORIES:
                 raise ValueError(f"Unknown memory {memory!r} in memories; known: {', '.join(ONLINE_MEMORIES)}.")
@@ -161,10 +179,13 @@ def diagnose(
 
     Raises:
         TypeError, ValueError: another architecture, quantised weights, no softmax layer, no data, windows that are too
-            long or too short, ids outside the vocabulary, settings out of range, a checkpoint of another diagnosis.
+            long or too short, ids outside the vocabulary, settings of a wrong type or out of range, a checkpoint of another
+            diagnosis, or in a folder that does not exist.
             Nothing has run then.
         FloatingPointError: the activations of the model are not finite.
     """
+    if checkpoint is not None and not (folder := Path(checkpoint).absolute().parent).is_dir():
+        raise ValueError(f"checkpoint={checkpoint}: the folder {folder} does not exist; make it first.")
     settings = DiagnosisSettings(fit_windows, groups, clip, memories, loss_windows, layers, confidence, resamples, seed)
     run = DiagnosisRun(model, data, settings, checkpoint, progress)
     run.run()
@@ -182,6 +203,9 @@ def read_windows(model: nn.Module, data: torch.Tensor | Iterable) -> list[torch.
     """
     if isinstance(data, dict):
         data = [data]
+    if not isinstance(data, Iterable) or isinstance(data, str) or getattr(data, "ndim", 2) < 2:
+        found = f"a tensor of shape {tuple(data.shape)}" if hasattr(data, "shape") else repr(data)
+        raise TypeError(f"data holds windows of token ids, a tensor [N, T] or an iterable of them; got {found}.")
     rows: list[torch.Tensor] = []
     for item in data:
         mask = None
@@ -189,7 +213,10 @@ def read_windows(model: nn.Module, data: torch.Tensor | Iterable) -> list[torch.
             if "input_ids" not in item:
                 raise ValueError(f"An item of the data has the keys {', '.join(item.keys())}, but no input_ids.")
             item, mask = item["input_ids"], item.get("attention_mask")
-        ids = torch.as_tensor(item)
+        try:
+            ids = torch.as_tensor(item)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"Windows are token ids, integers of shape [T] or [B, T]; got {item!r}.") from None
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim not in (1, 2):
             raise TypeError(
                 f"Windows are token ids, integers of shape [T] or [B, T]; got {ids.dtype} of shape {tuple(ids.shape)}."
@@ -330,7 +357,9 @@ class DiagnosisRun:
                         self._measure_losses(ids, number)
                     else:
                         with watch(self.layers, partial(visits[name], number)):
-                            decoder(self.model)(input_ids=ids, use_cache=False)
+                            last = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
+                        if name != "scales":  # after which the layers' own are checked
+                            _check_finite(last, "last hidden states")
                     self.done[name] = number + 1
                     self._save(force=number + 1 == len(windows))
                     if self.progress is not None:
@@ -419,11 +448,7 @@ class DiagnosisRun:
             self.scales[layer.index] = {}
             for name in ("q", "k", "v"):
                 centre, radius = (found[f"{name}_{part}"].median(dim=0).values for part in ("centre", "radius"))
-                if not (centre.isfinite().all() and radius.isfinite().all()):
-                    raise FloatingPointError(
-                        f"The {name} of layer {layer.index} are not finite: the model's weights may be broken, or its "
-                        "precision too low."
-                    )
+                _check_finite(torch.cat((centre.flatten(), radius)), f"{name} of layer {layer.index}")
                 self.scales[layer.index][name] = Scale(centre, torch.where(radius > 0, radius, 1.0))
 
     def _see_fit(self, window: int, seen: LayerPass) -> None:
@@ -575,6 +600,7 @@ class DiagnosisRun:
             for handle in handles:
                 handle.remove()
         exact = self._loss(last, ids)
+        _check_finite(exact, "logits")
         self._add("loss.n", torch.tensor(float(ids.shape[1] - 1)), window)
         self._add("loss.exact", exact, window)
         for layer in self.layers:
@@ -696,6 +722,14 @@ class DiagnosisRun:
 
 
 STATISTIC_TARGETS = {statistic.target for statistic in STATISTICS.values() if statistic.target is not None}
+
+
+def _check_finite(values: torch.Tensor, what: str) -> None:
+    """Raises `FloatingPointError` unless all `values` are finite."""
+    if not values.isfinite().all():
+        raise FloatingPointError(
+            f"The {what} are not finite: the model's weights may be broken, or its precision too low."
+        )
 
 
 def scaled_query_map(factor: torch.Tensor, q_centre: torch.Tensor, k_centre: torch.Tensor) -> torch.Tensor:

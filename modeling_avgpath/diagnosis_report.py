@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,8 +208,10 @@ class Diagnosis:
         needs = self.softmax_needs(by)
         return sorted(needs, key=lambda layer: (-needs[layer], layer))
 
-    def rank_correlation(self, by: str = "isotropy") -> float:
+    def rank_correlation(self, by: str = "isotropy") -> Estimate:
         """Spearman's correlation over layers of a score with the loss change of step 3 (query map, first memory).
+
+        Its interval is about the number of layers alone: `rank_correlation`.
 
         Raises:
             ValueError: losses were not measured, or fewer than three layers.
@@ -216,8 +219,7 @@ class Diagnosis:
         pairs = self.scores(by), self.scores("loss_change")
         if len(self.layers) < 3:
             raise ValueError(f"A correlation over {len(self.layers)} layers says nothing: three are the least.")
-        first, second = (ranks(torch.tensor(list(scores.values()), dtype=torch.float64)) for scores in pairs)
-        return torch.corrcoef(torch.stack((first, second)))[0, 1].item()
+        return rank_correlation(*(list(scores.values()) for scores in pairs))
 
     def _need_losses(self) -> None:
         if self.loss is None:
@@ -368,7 +370,7 @@ class Diagnosis:
         if self.loss is not None and len(self.layers) > 2:
             line += (
                 "; over layers the score's rank correlation with the loss change of step 3 is "
-                f"{self.rank_correlation():+.2f} (minus one would be a perfect guide)"
+                f"{self.rank_correlation().text()} (minus one would be a perfect guide)"
             )
         return "\n".join([*lines, f"{line}."])
 
@@ -418,11 +420,23 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
 
 
-def ranks(values: torch.Tensor) -> torch.Tensor:
-    """Ranks of `values` `[N]`, equal ones sharing their mean."""
-    below = (values[:, None] > values).sum(1)
-    equal = (values[:, None] == values).sum(1)
-    return below + (equal - 1) / 2
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Estimate:
+    """Spearman's correlation of two lists, with the 95% interval of Bonett & Wright (2000), which four values have or more.
+
+    Equal values share the mean of their ranks.
+    """
+
+    def ranks(values: Sequence[float]) -> torch.Tensor:
+        column = torch.tensor(values, dtype=torch.float64)
+        below, equal = ((compare(column[:, None], column)).sum(1) for compare in (torch.gt, torch.eq))
+        return below + (equal - 1) / 2
+
+    found = torch.corrcoef(torch.stack((ranks(x), ranks(y))))[0, 1].item()
+    if len(x) < 4:
+        return Estimate(found)
+    width = 1.96 * math.sqrt((1 + found**2 / 2) / (len(x) - 3))
+    centre = math.atanh(min(max(found, -1 + 1e-9), 1 - 1e-9))
+    return Estimate(found, math.tanh(centre - width), math.tanh(centre + width))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

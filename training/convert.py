@@ -6,12 +6,15 @@ the teacher's layer returns (align), and then to predict what the teacher predic
 ready for the Hub, with what was measured on its card.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: Python put this folder on the path, the packages are beside it
@@ -20,10 +23,12 @@ if __package__ in (None, ""):  # started as a file: Python put this folder on th
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from modeling_avgpath import AvgPathForCausalLM
-from modeling_avgpath.conversion import Calibration, calibrate, from_softmax
+from modeling_avgpath.cache_files import model_fingerprint
+from modeling_avgpath.conversion import Calibration, calibrate, conversion_config, from_softmax
 from modeling_avgpath.conversion_layers import choose_softmax_layers, place_mixers
 from training.card import describe_layers
 from training.checkpoint import (
@@ -51,7 +56,14 @@ from training.distillation import (
 )
 from training.machine import choose_precision, keep_freed_memory
 from training.modeling import count_parameters, load_causal_lm, refuse_adapter
-from training.probes import MeasurementError, copying, key_value_lookup, make_alphabet, repeated_phrases
+from training.probes import (
+    BlankModel,
+    MeasurementError,
+    copying,
+    key_value_lookup,
+    make_alphabet,
+    repeated_phrases,
+)
 from training.publish import open_repository, upload_model
 from training.recipe import ConversionRecipe, PhaseRecipe, RunError, SetupError, TokenizerRecipe
 from training.resume import StartingPoint, finished_run, random_state, recipe_changes, set_random_state
@@ -100,7 +112,8 @@ class Conversion:
     def __post_init__(self) -> None:
         recipe = self.recipe
         self.device = self.student.device
-        self.layers = converted_layers(self.teacher, self.student)
+        self.teacher_fingerprint = model_fingerprint(self.teacher)
+        self.layers = converted_layers(self.teacher, self.student.config)
         length = recipe.data.sequence_length
         self.last_step, steps = {}, 0
         for phase in PHASES:
@@ -169,7 +182,8 @@ class Conversion:
             is_last, ends_phase = self.step == self.steps, self.step == self.last_step[phase]
             if self.interruption.received and not is_last:
                 saved = self.save(self.checkpoint_folder, is_resumable=True)
-                self.log_step()  # a run that goes on cuts it off again
+                if self.window:
+                    self.log_step()  # a run that goes on cuts it off again
                 self.progress.close()
                 raise Interrupted(
                     f"stopped after step {self.step} of {self.steps}; checkpoint in {saved}, go on with resume=true",
@@ -272,30 +286,6 @@ class Conversion:
                 scores["without_recurrence"] = self.held_out.score(self.student, rows, self.autocast)
         return self.held_out.summarise(scores)
 
-    def probe(self) -> dict[str, dict]:
-        """The recall probes that the recipe asks for, of teacher and student: task -> model -> records."""
-        recipe = self.recipe
-        if not recipe.evaluation.probes:
-            return {}
-        alphabet = make_alphabet(self.data.tokenizer, self.student.config.vocab_size, recipe.probes.alphabet)
-        tasks = {
-            "phrases": (repeated_phrases, recipe.phrases.distances, {"phrase_length": recipe.phrases.length}),
-            "lookup": (key_value_lookup, recipe.lookup.pairs, {}),
-            "copying": (copying, recipe.copying.lengths, {}),
-        }
-        common = {
-            "samples": recipe.probes.samples, "confidence": recipe.bootstrap.confidence,
-            "resamples": recipe.bootstrap.resamples, "seed": recipe.seed,
-        }  # fmt: skip
-        results = {}
-        for task in recipe.evaluation.probes:
-            function, settings, extra = tasks[task]
-            results[task] = {}
-            for name, model in (("teacher", self.teacher), ("student", self.student)):
-                with self.autocast():
-                    results[task][name] = function(model, alphabet, settings, **extra, **common)
-        return results
-
     def save(self, folder: Path, is_resumable: bool = False) -> Path:
         """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, with all that going on from it needs.
 
@@ -326,6 +316,7 @@ class Conversion:
             "train_seconds": self.train_seconds,
             "seconds": time.perf_counter() - self.started,
             "data": self.data.fingerprint,
+            "teacher": self.teacher_fingerprint,
             "recipe": dataclasses.asdict(self.recipe),
         }
         with explain_failed_save(folder):
@@ -337,7 +328,7 @@ class Conversion:
         result = self.evaluate(self.recipe.evaluation.rows, ablate=True)
         self.metrics.write("evaluation", step=self.step, tokens=self.tokens, sources=result)
         try:
-            probes = self.probe()
+            probes = probe(self.recipe, self.data, {"teacher": self.teacher, "student": self.student}, self.autocast)
         except MeasurementError as error:
             raise RunError(f"evaluation.probes: {error}; the model is in {saved}") from None
         config = self.student.config
@@ -369,6 +360,52 @@ class Conversion:
         return summary
 
 
+def probe(
+    recipe: ConversionRecipe,
+    data: TrainingData,
+    models: Mapping[str, nn.Module],
+    autocast: Callable[[], AbstractContextManager],
+    samples: int | None = None,
+) -> dict[str, dict]:
+    """The recall probes that the recipe asks for: task -> name of the model -> records.
+
+    Args:
+        samples: of each setting, instead of the recipe's.
+
+    Raises:
+        MeasurementError: what a probe needs is not there.
+    """
+    if not recipe.evaluation.probes:
+        return {}
+    vocab_size = next(iter(models.values())).config.vocab_size
+    alphabet = make_alphabet(data.tokenizer, vocab_size, recipe.probes.alphabet)
+    tasks = {
+        "phrases": (repeated_phrases, recipe.phrases.distances, {"phrase_length": recipe.phrases.length}),
+        "lookup": (key_value_lookup, recipe.lookup.pairs, {}),
+        "copying": (copying, recipe.copying.lengths, {}),
+    }
+    common = {
+        "samples": samples or recipe.probes.samples, "confidence": recipe.bootstrap.confidence,
+        "resamples": recipe.bootstrap.resamples, "seed": recipe.seed,
+    }  # fmt: skip
+    results = {}
+    for task in recipe.evaluation.probes:
+        function, settings, extra = tasks[task]
+        results[task] = {}
+        for name, model in models.items():
+            with autocast():
+                results[task][name] = function(model, alphabet, settings, **extra, **common)
+    return results
+
+
+def check_probes(recipe: ConversionRecipe, data: TrainingData, config: PreTrainedConfig) -> None:
+    """Raises `SetupError` for a probe that cannot be run on models of `config`, before anything is computed."""
+    try:
+        probe(recipe, data, {"teacher": BlankModel(config)}, contextlib.nullcontext, samples=1)
+    except MeasurementError as error:
+        raise SetupError(f"evaluation.probes: {error}") from None
+
+
 def load_teacher(recipe: ConversionRecipe, dtype: torch.dtype) -> PreTrainedModel:
     """The softmax model; raises `SetupError` where it cannot be loaded, or its positions do not reach."""
     refuse_adapter(recipe.teacher.path)
@@ -383,6 +420,11 @@ def load_teacher(recipe: ConversionRecipe, dtype: torch.dtype) -> PreTrainedMode
             f"data.sequence_length={recipe.data.sequence_length} is beyond the teacher's max_position_embeddings={limit}: "
             "shorten the rows"
         )
+    for name, weight in teacher.state_dict().items():
+        if not weight.isfinite().all():
+            raise SetupError(
+                f"teacher.path={recipe.teacher.path}: {name} holds values that are not finite, so it cannot teach"
+            )
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return teacher.to(device).eval().requires_grad_(False)
 
@@ -393,16 +435,23 @@ def read_scores(file: str | None) -> list[float] | None:
         return None
     try:
         scores = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-        return [float(score) for score in scores]
-    except (OSError, ValueError, TypeError) as error:
-        raise SetupError(
-            f"layers.scores={file} must be a JSON file with a list of numbers, one a layer: {error}"
-        ) from None
+    except (OSError, ValueError) as error:
+        raise SetupError(f"layers.scores={file} cannot be read as JSON: {error}") from None
+    numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
+    if not numbers or not all(map(math.isfinite, scores)):
+        raise SetupError(f"layers.scores={file} must hold a list of finite numbers, one a layer, such as [0.1, 0.3]")
+    return scores
 
 
 def mixer_types(recipe: ConversionRecipe, num_layers: int) -> list[str]:
     """One spec a layer, as `layers` says; raises `SetupError`."""
     layers = recipe.layers
+    for name, strategy in (("offset", "uniform"), ("softmax", "list"), ("scores", "score")):
+        if getattr(layers, name) is not None and layers.strategy != strategy:
+            raise SetupError(
+                f"layers.{name} is for layers.strategy={strategy}, and the strategy is {layers.strategy}: leave one out"
+            )
+    scores = read_scores(layers.scores)
     try:
         kept = choose_softmax_layers(
             layers.strategy,
@@ -411,10 +460,8 @@ def mixer_types(recipe: ConversionRecipe, num_layers: int) -> list[str]:
             offset=layers.offset,
             seed=recipe.seed,
             layers=layers.softmax,
-            scores=read_scores(layers.scores),
+            scores=scores,
         )
-    except SetupError:
-        raise
     except ValueError as error:
         raise SetupError(f"layers: {error}") from None
     return place_mixers(num_layers, kept, layers.mixer)
@@ -450,6 +497,12 @@ def make_student(recipe: ConversionRecipe, teacher: PreTrainedModel, data: Train
     """The student at its start, calibrated if the recipe says so; raises `SetupError` for what cannot be converted."""
     specs = mixer_types(recipe, teacher.config.num_hidden_layers)
     try:
+        config = conversion_config(teacher, specs, **recipe.config)
+        if not converted_layers(teacher, config) and (recipe.align.tokens or recipe.distil.tokens):
+            raise SetupError(
+                f"no layer becomes another, so there is nothing to train: lower layers.count={recipe.layers.count}, or name "
+                f"another layers.mixer than {recipe.layers.mixer}, which is what the layers are already"
+            )
         calibration = run_calibration(recipe, teacher, data)
         began = time.perf_counter()
 
@@ -461,21 +514,26 @@ def make_student(recipe: ConversionRecipe, teacher: PreTrainedModel, data: Train
         student = from_softmax(
             teacher, specs, calibration=calibration, dtype=torch.float32, progress=settled, **recipe.config
         )
+    except SetupError:
+        raise
     except (ValueError, TypeError) as error:
         raise SetupError(f"{recipe.teacher.path} as {describe_layers(specs)}: {error}") from None
-    if not converted_layers(teacher, student) and (recipe.align.tokens or recipe.distil.tokens):
-        raise SetupError("no layer is converted, so there is nothing to train: lower layers.count")
     return student
 
 
-def check_start(recipe: ConversionRecipe, start: StartingPoint, fingerprint: str) -> None:
-    """Raises `SetupError` if a field, or the data, differs that the steps of the checkpoint have come from."""
+def check_start(recipe: ConversionRecipe, start: StartingPoint, fingerprint: str, teacher: PreTrainedModel) -> None:
+    """Raises `SetupError` if a field, the data, or the teacher differs that the steps of the checkpoint have come from."""
     for key, (before, now) in recipe_changes(start.state["recipe"], recipe, FREE_ON_RESUME).items():
         raise start.refuse(key, before, now)
     if start.state["data"] != fingerprint:
         raise SetupError(
             f"resume=true: the texts ({describe_sources(recipe.data)}) have changed since the run began; put them back, or "
             "start anew in another output_dir"
+        )
+    if start.state["teacher"] != model_fingerprint(teacher):
+        raise SetupError(
+            f"resume=true: the weights of teacher.path={recipe.teacher.path} have changed since the run began; put them "
+            "back, or start anew in another output_dir"
         )
 
 
@@ -491,8 +549,9 @@ def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversio
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     teacher = load_teacher(recipe, dtype if start else torch.float32)  # the student is made from it in fp32
     data = prepare_data(recipe.data, TokenizerRecipe(path=recipe.teacher.path), teacher.config.vocab_size)
+    check_probes(recipe, data, teacher.config)
     if start:
-        check_start(recipe, start, data.fingerprint)
+        check_start(recipe, start, data.fingerprint, teacher)
         student = load_causal_lm(str(start.folder), dtype=torch.float32).to(teacher.device).eval()
     else:
         student = make_student(recipe, teacher, data)

@@ -47,8 +47,6 @@ DRAWN_STATISTICS = ("v_static", "v_mesa_net", "mean_field_gap", "mean_key_affine
 def check_output(recipe: DiagnoseRecipe) -> Path:
     """The folder to write to; raises `SetupError` if something is there and the recipe does not say what to do with it."""
     folder = Path(recipe.output_dir).expanduser()
-    if recipe.overwrite and recipe.resume:
-        raise SetupError("overwrite=true and resume=true exclude each other: leave one of them out")
     if recipe.overwrite:
         return folder
     if (folder / RESULT).exists():

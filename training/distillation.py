@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from modeling_avgpath import AvgPathForCausalLM
+from modeling_avgpath import AvgPathConfig, AvgPathForCausalLM
+from modeling_avgpath.conversion import softmax_config
 from modeling_avgpath.head_loss import head_loss
 from modeling_avgpath.softmax_models import LayerPass, decoder, softmax_layers, watch
 from training import optimization
@@ -19,10 +20,14 @@ from training.recipe import PhaseRecipe, ScheduleRecipe
 SMALLEST_SIZE = 0.02  # of a parameter that starts at zero, for its learning rate: what a matrix is initialised with
 
 
-def converted_layers(teacher: nn.Module, student: AvgPathForCausalLM) -> list[int]:
-    """The layers in which the student has another mixer than its softmax teacher."""
-    softmax = {layer.index for layer in softmax_layers(teacher)}
-    return [i for i, spec in enumerate(student.config.mixer_specs) if spec.readout is not None and i in softmax]
+def converted_layers(teacher: nn.Module, config: AvgPathConfig) -> list[int]:
+    """The layers in which a student of `config` has another mixer, or window, than its softmax teacher."""
+    source = softmax_config(teacher)
+    has_other_window = any(
+        getattr(config, name) != source.get(name, 0) for name in ("sliding_window", "num_sink_tokens")
+    )
+    pairs = enumerate(zip(config.mixer_types, source["mixer_types"], strict=True))
+    return [i for i, (now, before) in pairs if now != before or (now == "sliding_softmax" and has_other_window)]
 
 
 def trained_parameters(student: AvgPathForCausalLM, layers: Sequence[int], which: str) -> list[nn.Parameter]:

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -192,6 +193,20 @@ def score(
                 candidates = ids[:, None, told.to(ids.device)].expand(-1, len(asked), -1)  # [B, M, C]
                 chosen.append(logits[:, asked.to(ids.device) - 1].gather(-1, candidates).argmax(dim=-1).cpu())
     return Scores(torch.cat(nll), torch.cat(hits), torch.cat(chosen) if chosen else None)
+
+
+class BlankModel(nn.Module):
+    """Knows nothing: probes that run on it will run on any model of `config`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, input_ids: torch.Tensor, **kwargs) -> SimpleNamespace:
+        """Logits that are all the same, `[B, T, V]` of one stored number."""
+        return SimpleNamespace(logits=torch.zeros(()).expand(*input_ids.shape, self.config.vocab_size))
 
 
 def _draw(alphabet: Alphabet, distinct: int, others: int, generator: torch.Generator) -> torch.Tensor:

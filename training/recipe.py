@@ -845,7 +845,8 @@ def _check_values(recipe: Any) -> None:
         lambda value: value and set(value) <= set(EVALUATION_TASKS),
         f"one or more of {', '.join(EVALUATION_TASKS)}",
     )
-    for key in ("calibration.tokens", "calibration.fit_tokens", "align.tokens", "distil.tokens", "distil.ce_weight",
+    require("calibration.fit_tokens", lambda value: value >= 1, "at least 1")
+    for key in ("calibration.tokens", "align.tokens", "distil.tokens", "distil.ce_weight",
                 "distil.stream_weight", "evaluation.every_steps"):  # fmt: skip
         require(key, lambda value: value >= 0, "0 or more")
     require("evaluation.rows", lambda value: value >= 1, "at least 1")
@@ -865,6 +866,8 @@ def _check_values(recipe: Any) -> None:
         for name in ("warmup_ratio", "min_lr_ratio"):
             require(f"{phase}.{name}", lambda value: 0 <= value <= 1, "in [0, 1]")
         require(f"{phase}.beta2", lambda value: 0 <= value < 1, "in [0, 1)")
+    if getattr(recipe, "overwrite", False) and getattr(recipe, "resume", False):
+        raise SetupError("overwrite=true and resume=true exclude each other: leave one of them out")
     if isinstance(recipe, ConversionRecipe):
         if recipe.train.mixed_precision == "fp16":
             raise SetupError("'train.mixed_precision' must be auto, no or bf16 in a conversion, not 'fp16'")

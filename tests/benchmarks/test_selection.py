@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.selection import choices, compare, rank_correlation
+from benchmarks.selection import choices, compare
 
 
 def test_choices():
@@ -16,15 +16,6 @@ def test_choices():
         all(len(set(kept)) == 8 for kept in found.values())
         and len({tuple(found[f"random {x}"]) for x in range(3)}) == 3
     )
-
-
-def test_rank_correlation():
-    x = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    found, low, high = rank_correlation(x, [value**3 for value in x])
-    assert found == pytest.approx(1) and 0.99 < low <= high <= 1
-    found, low, high = rank_correlation(x, [2.0, 1.0, 4.0, 3.0, 6.0, 5.0, 8.0, 7.0])
-    assert found == pytest.approx(1 - 6 * 8 / (8 * 63))  # 1 - 6 sum d^2 / (n (n^2 - 1))
-    assert low < found < high
 
 
 class Measured:

@@ -90,15 +90,15 @@ import torch
 from training import checkpoint, convert
 from training.tracking import MetricsLog
 
-def kill_when(owner, name, matches, after):
+def kill_when(owner, name, matches, after, by=signal.SIGKILL):
     original = getattr(owner, name)
     def patched(*arguments, **options):
         is_hit = matches(*arguments, **options)
         if is_hit and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), by)
         result = original(*arguments, **options)
         if is_hit:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), by)
         return result
     setattr(owner, name, patched)
 
@@ -107,6 +107,9 @@ def ends(n):
 
 POINTS = {
     "step": lambda n: kill_when(convert.Conversion, "advance", lambda self: self.step == n, True),
+    "stop": lambda n: kill_when(
+        convert.Conversion, "advance", lambda self: self.step == n - 1, True, by=signal.SIGINT
+    ),
     "rename": lambda n: kill_when(checkpoint.os, "rename", ends(n), False),
     "renamed": lambda n: kill_when(checkpoint.os, "rename", ends(n), True),
     "watch": lambda n: kill_when(convert.Conversion, "watch", lambda self: self.step == n, True),

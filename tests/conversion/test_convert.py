@@ -3,13 +3,14 @@
 
 import json
 import math
+import shutil
 import signal
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from matplotlib import image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_avgpath import AvgPathForCausalLM, head_loss
@@ -119,18 +120,64 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(driver, whole):
         (["train.mixed_precision=fp16"], "not 'fp16'"),
         (["layers.strategy=score", "layers.scores=none.json"], "layers.scores=none.json"),
         (["evaluation.probes=[chess]"], "phrases, lookup, copying"),
+        (["evaluation.probes=[phrases]", "phrases.distances=[64]"], "probe of 73 tokens is longer than"),
+        (["layers.mixer=softmax"], "which is what the layers are already"),
+        (["layers.softmax=[1]"], "layers.softmax is for layers.strategy=list"),
+        (["layers.offset=1", "layers.strategy=first"], "layers.offset is for layers.strategy=uniform"),
+        (["layers.strategy=score", "layers.scores=object.json"], "a list of finite numbers"),
+        (["layers.strategy=score", "layers.scores=nan.json"], "a list of finite numbers"),
+        (["calibration.fit_tokens=0"], "'calibration.fit_tokens' must be at least 1"),
+        (["config.linear_conv_kernl_dim=2"], "did you mean 'linear_conv_kernel_dim'"),
+        (["config.hidden_size=32"], "hidden_size cannot be changed"),
+        (["resume=true", "overwrite=true"], "exclude each other"),
+        (["teacher.path=broken"], "embed_tokens.weight holds values that are not finite"),
     ],
 )
 def test_mistakes_are_told_in_one_line(driver, arguments, words):
+    """And before the calibration, however far into the recipe they are."""
+    (driver.folder / "object.json").write_text('{"0": 9, "1": 2, "2": 3, "3": 4}')
+    (driver.folder / "nan.json").write_text("[NaN, 1, 2, 3]")
+    if "teacher.path=broken" in arguments:
+        model = AutoModelForCausalLM.from_pretrained(driver.folder / "teacher" / "final")
+        model.lm_head.weight.data[0, 0] = math.nan
+        model.save_pretrained(driver.folder / "broken")
     status, log = driver.run("output_dir=mistaken", *arguments)
-    assert status == 2 and words in log and "Traceback" not in log
-    assert not (driver.folder / "mistaken").exists()
+    assert status == 2 and words in log and "Traceback" not in log, log
+    assert "calibrate:" not in log and not (driver.folder / "mistaken").exists()
 
 
 def test_a_run_goes_on_with_its_own_recipe_only(driver):
     driver.kill("step 2", "output_dir=changed")
     status, log = driver.run("output_dir=changed", "resume=true", "align.learning_rate=1")
     assert status == 2 and "'align.learning_rate' was 0.02" in log
+
+
+def test_a_run_goes_on_with_its_own_teacher_only(driver):
+    shutil.copytree(driver.folder / "teacher" / "final", driver.folder / "moved")
+    driver.kill("step 2", "output_dir=taught", "teacher.path=moved")
+    weights = load_file(driver.folder / "moved" / "model.safetensors")
+    weights["model.norm.weight"] += 0.1
+    save_file(weights, driver.folder / "moved" / "model.safetensors", {"format": "pt"})
+    status, log = driver.run("output_dir=taught", "teacher.path=moved", "resume=true")
+    assert status == 2 and "the weights of teacher.path=moved have changed" in log
+
+
+@pytest.mark.parametrize("step", [3, 4])  # with a record just written, and without
+def test_a_stop_saves_and_goes_on(driver, whole, step):
+    status, log = driver.run(f"output_dir=stopped{step}", kill_at=f"stop {step}")
+    assert status == 128 + signal.SIGINT and f"stopped after step {step} of 20" in log and "Traceback" not in log, log
+    status, log = driver.run(f"output_dir=stopped{step}", "resume=true")
+    assert status == 0 and f"step-{step:06d}" in log, log
+    assert records(driver.folder / f"stopped{step}") == records(whole[0])
+
+
+def test_a_window_is_a_conversion_too(driver):
+    status, log = driver.run("output_dir=window", "layers.mixer=sliding_softmax", "config.sliding_window=4")
+    assert status == 0, log
+    model = AutoModelForCausalLM.from_pretrained(driver.folder / "window" / "final")
+    assert model.config.mixer_types == ["sliding_softmax"] * 3 + ["softmax"] and model.config.sliding_window == 4
+    align = read_metrics(driver.folder / "window" / "metrics.jsonl", "align")
+    assert set(align[0]["by_layer"]) == {"0", "1", "2"} and align[-1]["loss"] < 0.5
 
 
 def test_phases_can_be_left_out(driver):
@@ -168,7 +215,7 @@ def plain():
 
 def test_alignment_is_the_error_of_each_layer_on_the_teachers_input(pair):
     teacher, student, batch = pair
-    layers = converted_layers(teacher, student)
+    layers = converted_layers(teacher, student.config)
     assert layers == [0, 2]
     parameters = trained_parameters(student, layers, "mixers")
     errors = LayerAlignment(teacher, student, layers)(batch["input_ids"], plain, scale=0.5)

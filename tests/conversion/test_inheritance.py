@@ -229,6 +229,19 @@ def test_the_hub_folder_loads_without_the_source(tmp_path):
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
 
 
+def with_scaling(scaling: float) -> LlamaForCausalLM:
+    model = make_source("llama")
+    for layer in model.model.layers:
+        layer.self_attn.scaling = scaling
+    return model
+
+
+def with_head_bias() -> LlamaForCausalLM:
+    model = make_source("llama")
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(model.config.vocab_size))
+    return model
+
+
 def test_refusals():
     """By name, with the way out."""
     llama = make_source("llama")
@@ -260,9 +273,9 @@ def test_refusals():
             ValueError,
             "linear_conv_kernel_dim=None",
         ),
-        (lambda: calibrate(llama, [random_ids(1, 129)]), ValueError, "128 tokens"),
-        (lambda: calibrate(llama, [["a text"]]), ValueError, "token ids"),
-        (lambda: calibrate(llama, []), ValueError, "no text"),
+        (lambda: from_softmax(llama, linear_conv_kernl_dim=2), TypeError, "did you mean 'linear_conv_kernel_dim'"),
+        (lambda: from_softmax(with_scaling(2.0)), ValueError, "scales its scores by 2.0"),
+        (lambda: from_softmax(with_head_bias()), ValueError, "lm_head has a bias"),
     ):
         with pytest.raises(error, match=words):
             call()
@@ -270,8 +283,37 @@ def test_refusals():
     calibration = calibrate(other, [random_ids(1, 8)])
     with pytest.raises(ValueError, match=r"does not know layers \[2, 3\]"):
         from_softmax(llama, mixer="delta_net", hybrid_ratio="1:0", calibration=calibration)
-    with pytest.raises(ValueError, match="4 heads and width 48"):
+    with pytest.raises(ValueError, match="4 heads of 8 and width 48"):
         from_softmax(llama, ["delta_net", "softmax", "softmax", "softmax"], calibration=calibration)
+    short = LlamaForCausalLM(LlamaConfig(**SHAPE | {"max_position_embeddings": 8}))
+    with pytest.raises(ValueError, match="9 tokens is outside of 2 to 8"):
+        from_softmax(short, mixer="delta_net", calibration=calibrate(llama, [random_ids(1, 9)]))
+
+
+def test_what_cannot_be_calibrated_on():
+    llama, ids = make_source("llama"), random_ids(2, 9)
+    mask = torch.ones(2, 9)
+    mask[0, 0] = 0
+    for batches, words in (
+        ([random_ids(1, 129)], "129 tokens is outside of 2 to 128"),
+        ([ids[:, :1]], "1 tokens is outside"),
+        ([["a text"]], "token ids .B, T., got list"),
+        ([ids.float()], "got torch.float32"),
+        ([ids[:0]], r"\(0, 9\)"),
+        (ids, r"got torch.int64 \(9,\); `batches` is an iterable"),
+        ([ids + 1000], "outside the vocabulary 0"),
+        ([{"ids": ids}], "has the keys ids, but no input_ids"),
+        ([{"input_ids": ids, "attention_mask": mask}], "is padded"),
+        ([], "no text"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            calibrate(llama, batches)
+    with pytest.raises(ValueError, match="fit_tokens=0 must be at least 1"):
+        calibrate(llama, [ids], fit_tokens=0)
+    with torch.no_grad():
+        llama.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="activations of layer 1 are not finite"):
+        calibrate(llama, [ids])
 
 
 def test_the_config_alone():

@@ -51,6 +51,7 @@ def test_other_strategies():
         (("list", 4, 3), {"layers": [1]}, "3 were asked for"),
         (("score", 4, 1), {"scores": [1.0]}, "each of the 4 layers, got 1"),
         (("score", 4, 1), {}, "got none"),
+        (("score", 2, 1), {"scores": [1.0, float("nan")]}, "must be finite numbers"),
     ],
 )
 def test_refusals(arguments, options, words):

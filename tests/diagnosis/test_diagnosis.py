@@ -14,7 +14,7 @@ from laws.cases import assert_close, random_ids, tiny_config, tiny_model
 from modeling_avgpath import AvgPathForCausalLM
 from modeling_avgpath import diagnosis as module
 from modeling_avgpath.diagnosis import DiagnosisRun, DiagnosisSettings, diagnose
-from modeling_avgpath.diagnosis_report import STATISTICS, Diagnosis, Estimate, LayerDiagnosis
+from modeling_avgpath.diagnosis_report import STATISTICS, Diagnosis, Estimate, LayerDiagnosis, rank_correlation
 from modeling_avgpath.diagnosis_statistics import apply_map, random_features
 from modeling_avgpath.norms import l2_norm
 from modeling_avgpath.ops import gated_delta_rule_oracle, mesa_oracle
@@ -424,7 +424,17 @@ def test_ranks_go_from_hard_to_easy():
     result = Diagnosis("m", "llama", layers, Estimate(3.0), {}, {}, {"memories": ["mesa_net"]})
     assert result.rank() == [2, 5, 0, 4]
     assert result.rank("loss_change") == [2, 5, 0, 4]
-    assert result.rank_correlation() == pytest.approx(-0.9487, abs=1e-3)
+    assert result.rank_correlation().mean == pytest.approx(-0.9487, abs=1e-3)
+
+
+def test_rank_correlation():
+    x = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    found = rank_correlation(x, [value**3 for value in x])
+    assert found.mean == pytest.approx(1) and 0.99 < found.low <= found.high <= 1
+    found = rank_correlation(x, [2.0, 1.0, 4.0, 3.0, 6.0, 5.0, 8.0, 7.0])
+    assert found.mean == pytest.approx(1 - 6 * 8 / (8 * 63))  # 1 - 6 sum d^2 / (n (n^2 - 1))
+    assert found.low < found.mean < found.high
+    assert rank_correlation(x[:3], x[:3]).low is None
 
 
 # Refusals.
@@ -460,6 +470,15 @@ def test_ranks_go_from_hard_to_easy():
         (make_windows(4), {"memories": ["ttt_mlp"]}, ValueError, "Unknown memory 'ttt_mlp'.*mesa_net"),
         (make_windows(4), {"layers": [1, 7]}, ValueError, r"layers=\[7\]: no softmax layers; those .* are \[0, 1\]"),
         (make_windows(4), {"layers": []}, ValueError, "layers is empty"),
+        (make_windows(4), {"layers": 1}, TypeError, r"layers=1 must be a list, such as \[0\]"),
+        (make_windows(4), {"groups": 1.5}, TypeError, "groups=1.5 must be an integer"),
+        (make_windows(4), {"loss_windows": 1.5}, TypeError, "loss_windows=1.5 must be an integer or None"),
+        (make_windows(4), {"clip": "3"}, TypeError, "clip='3' must be a number"),
+        (make_windows(4), {"memories": None}, TypeError, "memories=None must be a list"),
+        (make_windows(4), {"checkpoint": "/none/such/file"}, ValueError, "the folder /none/such does not exist"),
+        (make_windows(4)[0], {}, TypeError, r"an iterable of them; got a tensor of shape \(26,\)"),
+        (3, {}, TypeError, "got 3"),
+        (["hello"], {}, TypeError, "got 'hello'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(data, options, error, message):
@@ -480,6 +499,21 @@ def test_models_that_cannot_be_diagnosed():
         model.model.embed_tokens.weight.fill_(math.nan)
     with pytest.raises(FloatingPointError, match="layer 0 are not finite"):
         diagnose(model, make_windows())
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_what_is_not_finite_behind_the_last_attention_is_noticed(place):
+    model = make_model("llama")
+    with torch.no_grad():
+        model.get_submodule(place).weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match="(last hidden states|logits) are not finite"):
+        diagnose(model, make_windows(), memories=["delta_net"])
+
+
+def test_a_memory_named_twice_counts_once():
+    model = make_model("llama")
+    once, twice = (diagnose(model, make_windows(), memories=["delta_net"] * count) for count in (1, 2))
+    assert once == twice
 
 
 def test_the_maps_are_for_vectors_as_they_are():
