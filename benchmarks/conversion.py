@@ -2,10 +2,10 @@
 """A softmax model converted by training/convert.py, with several mixers: perplexity and recall beside the teacher's.
 
 Each run has a folder of its own; the command may be stopped and started again. "copied" is a hybrid with the teacher's
-weights and nothing else, "calibrated" one before any training. Perplexities are on the same held-out rows of each source,
-and their ratios to the teacher's have 95% intervals from the bootstrap over rows. "Without" is the final model with its
-recurrent layers zeroed. The facts hold the same on longer windows than the students were trained on, the hybrid of softmax
-layers alone among them, and the recall probes.
+weights and nothing else, "calibrated" one before any training; these two and "aligned" are of a part of the held-out rows.
+Perplexities of a column are on the same rows of each source, and their ratios to the teacher's have 95% intervals from the
+bootstrap over rows. "Without" is the final model with its recurrent layers zeroed. The facts hold the same on longer windows
+than the students were trained on, the hybrid of softmax layers alone among them, and the recall probes.
 """
 
 import argparse
@@ -137,7 +137,8 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
                        "evaluation.probes=[lookup]", "lookup.pairs=[2]", "probes.samples=2"]  # fmt: skip
         for index, mixer in enumerate(settings.mixers):
             own = [*common, f"layers.mixer={mixer}"]
-            plain = [*own, "calibration.tokens=0", "align.tokens=0", "distil.tokens=0", "evaluation.probes=[]"]
+            plain = [*own, "calibration.tokens=0", "align.tokens=0", "distil.tokens=0", "evaluation.probes=[]",
+                     f"evaluation.rows={min(settings.rows, 16)}"]  # fmt: skip
             copied = run_script("convert.py", RECIPE, runs / f"{mixer}-copied", plain, settings.threads)
             distil = settings.distil_tokens if index else settings.first_distil_tokens
             own += [f"align.tokens={settings.align_tokens}", f"distil.tokens={distil}"]

@@ -373,21 +373,30 @@ class DiagnosisRun:
         if self.checkpoint is None or not (force or time.monotonic() - self.saved_at > SECONDS_BETWEEN_SAVES):
             return
         temporary = self.checkpoint.with_name(f".{self.checkpoint.name}.partial")
-        torch.save({"fingerprint": self.fingerprint, "done": self.done, "sums": self.sums}, temporary)
+        state = {"fingerprint": self.fingerprint, "done": self.done, "sums": self.sums, "settings": self._settings()}
+        torch.save(state, temporary)
         temporary.replace(self.checkpoint)
         self.saved_at = time.monotonic()
 
     def _load(self) -> None:
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            fingerprint, self.done, self.sums = state["fingerprint"], state["done"], state["sums"]
+            fingerprint, settings = state["fingerprint"], state["settings"]
+            self.done, self.sums = state["done"], state["sums"]
         except Exception as error:  # whatever a file that is something else makes torch.load raise
             raise ValueError(f"{self.checkpoint} is no checkpoint of a diagnosis ({error}): remove it.") from error
         if fingerprint != self.fingerprint:
+            now = self._settings()
+            changed = [
+                f"{name}={value!r} (now {now[name]!r})" for name, value in settings.items() if value != now[name]
+            ]
             raise ValueError(
-                f"{self.checkpoint} was left by a diagnosis of another model, other data or other settings: remove it, or "
-                "give another file."
+                f"{self.checkpoint} was left by a diagnosis of {', '.join(changed) or 'another model or other data'}: go on "
+                "with that, remove the file, or give another one."
             )
+
+    def _settings(self) -> dict[str, Any]:
+        return json.loads(json.dumps(self.settings.__dict__))
 
     def _add(self, name: str, value: torch.Tensor, window: int | None = None) -> None:
         """Add to the sum `name`, for a measured `window` to that of its group."""
@@ -655,7 +664,7 @@ class DiagnosisRun:
                 for name, windows in (("fitted", "fit"), ("measured", "measure"), ("losses", "losses"))
             },
             windows={name: len(windows) for name, windows in self.windows.items()},
-            settings=json.loads(json.dumps(settings.__dict__)),
+            settings=self._settings(),
             maps={name: value for layer in self.layers for name, value in self._layer_maps(layer).items()},
         )
 

@@ -124,6 +124,7 @@ class Conversion:
         self.step = self.tokens = 0
         self.train_seconds = 0.0
         self.phase: str | None = None
+        self.teacher_scores: dict[int | None, list] = {}  # by the number of rows
         self.window: dict[str, float] = {}  # sums since the last record, and of how many steps
         self.autocast = functools.partial(
             torch.autocast, self.device.type, torch.bfloat16, enabled=self.precision == "bf16"
@@ -279,8 +280,12 @@ class Conversion:
 
     def evaluate(self, rows: int | None, ablate: bool) -> list[dict]:
         """Perplexity on held-out rows of each source: teacher, student, and the student without its recurrence."""
-        models = {"teacher": self.teacher, "student": self.student}
-        scores = {name: self.held_out.score(model, rows, self.autocast) for name, model in models.items()}
+        if rows not in self.teacher_scores:
+            self.teacher_scores[rows] = self.held_out.score(self.teacher, rows, self.autocast)
+        scores = {
+            "teacher": self.teacher_scores[rows],
+            "student": self.held_out.score(self.student, rows, self.autocast),
+        }
         if ablate:
             with without_recurrence(self.student):
                 scores["without_recurrence"] = self.held_out.score(self.student, rows, self.autocast)

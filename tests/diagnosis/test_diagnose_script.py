@@ -97,7 +97,7 @@ def test_an_interrupted_run_is_resumed(run, tmp_path, capsys, monkeypatch):
     assert run() == 2
     assert "interrupted diagnosis; go on with resume=true" in capsys.readouterr().err
     assert run("resume=true", "clip=2.0") == 2
-    assert "another model, other data or other settings" in capsys.readouterr().err
+    assert "was left by a diagnosis of clip=3.0 (now 2.0)" in capsys.readouterr().err
     assert run("resume=true") == 0
     assert "fit: window" not in capsys.readouterr().out
     assert Diagnosis.load(tmp_path / "out") == Diagnosis.load(tmp_path / "whole")

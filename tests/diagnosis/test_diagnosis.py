@@ -375,9 +375,9 @@ def test_an_interrupted_diagnosis_goes_on_to_the_same_end(at, tmp_path, monkeypa
 
     with pytest.raises(Stop):
         diagnose(model, windows, checkpoint=file, progress=stop, **options)
-    with pytest.raises(ValueError, match="another model, other data or other settings"):
+    with pytest.raises(ValueError, match=r"was left by a diagnosis of clip=3.0 \(now 2.0\)"):
         diagnose(model, windows, checkpoint=file, clip=2.0, **options)
-    with pytest.raises(ValueError, match="another model, other data or other settings"):
+    with pytest.raises(ValueError, match="another model or other data"):
         diagnose(model, windows.flip(0), checkpoint=file, **options)
     resumed = diagnose(model, windows, checkpoint=file, progress=lambda *args: told.append(args), **options)
     whole = diagnose(model, windows, **options)
