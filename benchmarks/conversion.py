@@ -32,9 +32,9 @@ RECIPE = "configuration/convert.yaml"
 OPTIONS = {
     "teacher": Option("runs/teacher", "", "folder of the softmax model; quick makes one"),
     "mixers": Option(["gated_delta_net", "mesa_net", "ttt_linear"], ["gated_delta_net"], "of the converted layers"),
-    "align_tokens": Option(60_000, 64, "of each run; 0: no alignment", least=0),
-    "distil_tokens": Option(180_000, 64, "of each run but the first; 0: no distillation", least=0),
-    "first_distil_tokens": Option(440_000, 64, "of the first mixer's run; 0: no distillation", least=0),
+    "align_tokens": Option(0, 64, "of each run; 0: no alignment", least=0),
+    "distil_tokens": Option(102_400, 64, "of each run but the first; 0: no distillation", least=0),
+    "first_distil_tokens": Option(409_600, 64, "of the first mixer's run; 0: no distillation", least=0),
     "rows": Option(64, 2, "held-out rows of each source in the last evaluation"),
     "window": Option(2048, 64, "tokens of the longer windows"),
     "windows": Option(24, 2, "held-out windows of each source"),
@@ -69,7 +69,7 @@ def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict
         for index in range(len(summary["evaluation"]))
     ]
     align = read_metrics(folder / "metrics.jsonl", "align")
-    aligned = align[-1]["tokens"] if align else 0
+    aligned = align[-1]["tokens"] if align else None
     rows = []
     for index, source in enumerate(summary["evaluation"]):
         ratio, teacher = source["ratio"], source["teacher"]["perplexity"]["mean"]

@@ -501,7 +501,8 @@ class PhaseRecipe:
 
 @dataclass
 class DistilRecipe(PhaseRecipe):
-    learning_rate: float = _field(3e-3, "peak, relative to the size (root mean square) of each matrix")
+    batch_size: int = _field(1, "rows per optimiser step")
+    learning_rate: float = _field(5e-4, "peak, relative to the size (root mean square) of each matrix")
     trained: str = _field("all", "mixers or layers (of converted layers), or all parameters")
     ce_weight: float = _field(0.0, "weight of the cross-entropy on the text beside the teacher's distribution")
     stream_weight: float = _field(
