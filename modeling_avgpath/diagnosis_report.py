@@ -177,16 +177,18 @@ class Diagnosis:
     settings: dict[str, Any]
     maps: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def scores(self, by: str = "isotropy") -> dict[int, float]:
+    def scores(self, by: str | None = None) -> dict[int, float]:
         """One number a layer.
 
         Args:
             by: a name of `STATISTICS`, its mean over heads; or `loss_change`, that of step 3 with a query map and the first
-                memory.
+                memory, which is the default if losses were measured, for it tells best which layers a hybrid misses
+                (docs/conversion.md), or else `isotropy`.
 
         Raises:
             ValueError: an unknown name, or losses that were not measured.
         """
+        by = self._score(by)
         if by == "loss_change":
             self._need_losses()
             memory = self.settings["memories"][0]
@@ -195,15 +197,15 @@ class Diagnosis:
             raise ValueError(f"Unknown score {by!r}; known: loss_change, {', '.join(STATISTICS)}.")
         return {layer.layer: layer.mean[by].mean for layer in self.layers}
 
-    def softmax_needs(self, by: str = "isotropy") -> dict[int, float]:
+    def softmax_needs(self, by: str | None = None) -> dict[int, float]:
         """How much each layer should stay softmax: the figure of `scores`, with the sign that makes hard layers high.
 
         `loss_change`, `mean_field_gap` and `sink_mass` are taken to be the harder the higher, all others the lower.
         """
-        sign = 1 if by in ("loss_change", "mean_field_gap", "sink_mass") else -1
+        sign = 1 if self._score(by) in ("loss_change", "mean_field_gap", "sink_mass") else -1
         return {layer: sign * score for layer, score in self.scores(by).items()}
 
-    def rank(self, by: str = "isotropy") -> list[int]:
+    def rank(self, by: str | None = None) -> list[int]:
         """Layer indices in the order in which they should stay softmax, the most needed first; see `softmax_needs`."""
         needs = self.softmax_needs(by)
         return sorted(needs, key=lambda layer: (-needs[layer], layer))
@@ -220,6 +222,10 @@ class Diagnosis:
         if len(self.layers) < 3:
             raise ValueError(f"A correlation over {len(self.layers)} layers says nothing: three are the least.")
         return rank_correlation(*(list(scores.values()) for scores in pairs))
+
+    def _score(self, by: str | None) -> str:
+        """The name of the score that `by` asks for."""
+        return by or ("isotropy" if self.loss is None else "loss_change")
 
     def _need_losses(self) -> None:
         if self.loss is None:
@@ -365,12 +371,13 @@ class Diagnosis:
         ]
         if self.loss is not None:
             lines += [self._loss_summary(memory) for memory in self.settings["memories"]]
+        by = "isotropy score" if self.loss is None else f"loss of step 3 ({self.settings['memories'][0]}, mapped query)"
         order = ", ".join(map(str, self.rank()[: max(1, len(self.layers) // 4)]))
-        line = f"By the isotropy score the layers to keep as softmax first are {order}"
-        if self.loss is not None and len(self.layers) > 2:
+        line = f"By the {by} the layers to keep as softmax first are {order}"
+        if self.loss is not None and len(self.layers) > 2 and not math.isnan((found := self.rank_correlation()).mean):
             line += (
-                "; over layers the score's rank correlation with the loss change of step 3 is "
-                f"{self.rank_correlation().text()} (minus one would be a perfect guide)"
+                f"; the isotropy score's rank correlation with that loss over the layers is {found.text()} (minus one would "
+                "be a perfect guide)"
             )
         return "\n".join([*lines, f"{line}."])
 

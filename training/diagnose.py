@@ -158,7 +158,7 @@ def run_diagnosis(recipe: DiagnoseRecipe) -> Diagnosis:
     """Carry out `recipe`."""
     started = time.perf_counter()
     folder = check_output(recipe)
-    if recipe.score not in ("loss_change", *STATISTICS):
+    if recipe.score not in (None, "loss_change", *STATISTICS):
         raise SetupError(
             f"score={recipe.score} is no figure of a diagnosis{nearest(recipe.score, STATISTICS)}; known: loss_change, "
             f"{', '.join(STATISTICS)}"

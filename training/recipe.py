@@ -599,9 +599,10 @@ class DiagnoseRecipe:
         "memories that each layer in turn is replaced by to see the loss: delta_net, gated_delta_net, mesa_net; [] for none",
     )
     layers: list[int] | None = _field(None, "indices of the softmax layers to diagnose; null takes all")
-    score: str = _field(
-        "isotropy",
-        "what scores.json goes by: isotropy, loss_change, or another figure by the name that diagnosis.md gives",
+    score: str | None = _field(
+        None,
+        "what scores.json goes by: loss_change, isotropy, or another figure by the name that diagnosis.md gives; null takes "
+        "loss_change, or isotropy without memories",
     )
     model: DiagnosedModelRecipe = field(default_factory=DiagnosedModelRecipe)
     data: DiagnosisDataRecipe = field(default_factory=DiagnosisDataRecipe)
