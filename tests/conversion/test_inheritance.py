@@ -283,7 +283,7 @@ def test_refusals():
     calibration = calibrate(other, [random_ids(1, 8)])
     with pytest.raises(ValueError, match=r"does not know layers \[2, 3\]"):
         from_softmax(llama, mixer="delta_net", hybrid_ratio="1:0", calibration=calibration)
-    with pytest.raises(ValueError, match="4 heads of 8 and width 48"):
+    with pytest.raises(ValueError, match="4 heads of 12 and width 48"):
         from_softmax(llama, ["delta_net", "softmax", "softmax", "softmax"], calibration=calibration)
     short = LlamaForCausalLM(LlamaConfig(**SHAPE | {"max_position_embeddings": 8}))
     with pytest.raises(ValueError, match="9 tokens is outside of 2 to 8"):
