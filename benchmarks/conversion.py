@@ -64,6 +64,9 @@ def interval_of(ratio: dict) -> str:
 def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict]:
     """The rows of one run, one a source; the first holds the recall probes too."""
     watched = read_metrics(folder / "metrics.jsonl", "evaluation")
+    counts = [[source["rows"] for source in record["sources"]] for record in watched]
+    # The last one is of more rows, which are no point of the same curve.
+    watched = [record for record, count in zip(watched, counts, strict=True) if count == counts[0]]
     curves = [
         [[record["tokens"], record["sources"][index]["ratio"]["mean"]] for record in watched]
         for index in range(len(summary["evaluation"]))
@@ -181,6 +184,8 @@ def draw(report: Report):
         for row, colour in zip(of_source, COLOURS, strict=False):
             axes.plot(*zip(*row["curve"], strict=True), color=colour, marker="o", ms=3, lw=1.3, label=row["mixer"])
         axes.axhline(1, color=COLOURS[5], lw=0.8, ls="--")
+        for which in ("major", "minor"):
+            getattr(axes.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:g}x")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
         axes.legend(frameon=False, fontsize=8)
     return figure

@@ -197,7 +197,8 @@ class Conversion:
                 prune_checkpoints(self.folder / "checkpoints", checkpoint.keep_last)
             if ends_phase:
                 self.progress.close()
-            if self.is_watched() and not is_last:
+            # The last evaluation, of all its rows, follows; a curve of the same rows ends here.
+            if self.is_watched() and not (is_last and self.recipe.evaluation.rows == self.recipe.evaluation.watch_rows):
                 self.watch()
             self.since += time.perf_counter() - pause  # tokens/s counts training alone
         return self.save(self.folder / "final")
