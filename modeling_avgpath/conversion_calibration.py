@@ -82,10 +82,10 @@ class Calibration:
                 f"The calibration does not know layers {missing} of this model: calibrate the model that is converted."
             )
         config = model.config
+        wanted = (config.num_attention_heads, config.hidden_size, softmax_layers(model)[0].head_dim)
         for index in indices:
             fit = self.layers[index].fit
             found = (*fit.gate.shape, fit.weight.shape[-1])
-            wanted = (config.num_attention_heads, config.hidden_size, softmax_layers(model)[0].head_dim)
             if found != wanted:
                 raise ValueError(
                     f"The calibration is of a model with {found[0]} heads of {found[2]} and width {found[1]}, and this one "

@@ -112,7 +112,8 @@ class Conversion:
     def __post_init__(self) -> None:
         recipe = self.recipe
         self.device = self.student.device
-        self.teacher_fingerprint = model_fingerprint(self.teacher)
+        # Of a run that goes on, the one that was checked.
+        self.teacher_fingerprint = self.start.state["teacher"] if self.start else model_fingerprint(self.teacher)
         self.layers = converted_layers(self.teacher, self.student.config)
         length = recipe.data.sequence_length
         self.last_step, steps = {}, 0
