@@ -39,6 +39,7 @@ OPTIONS = {
     "window": Option(2048, 64, "tokens of the longer windows"),
     "windows": Option(24, 2, "held-out windows of each source"),
     "changes": Option([""], [""], "further fields of the recipe, for every run"),
+    "first_changes": Option([""], [""], "further fields for the first mixer's run alone"),
     "runs": Option("runs/conversion", "", "folder of the runs; empty: a temporary one"),
 }
 COLUMNS = (
@@ -139,7 +140,11 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
             common += [*quick_data(Path(temporary)), "layers.count=1", "calibration.tokens=64", "calibration.fit_tokens=64",
                        "evaluation.probes=[lookup]", "lookup.pairs=[2]", "probes.samples=2"]  # fmt: skip
         for index, mixer in enumerate(settings.mixers):
-            own = [*common, f"layers.mixer={mixer}"]
+            own = [
+                *common,
+                *(change for change in settings.first_changes if change and not index),
+                f"layers.mixer={mixer}",
+            ]
             plain = [*own, "calibration.tokens=0", "align.tokens=0", "distil.tokens=0", "evaluation.probes=[]",
                      f"evaluation.rows={min(settings.rows, 16)}"]  # fmt: skip
             copied = run_script("convert.py", RECIPE, runs / f"{mixer}-copied", plain, settings.threads)
@@ -152,7 +157,8 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
         facts = compare_windows(recipe, {mixer: runs / mixer / "final" for mixer in settings.mixers}, settings.windows)
     title = (
         f"{Path(teacher).name} converted: `python training/convert.py {RECIPE}` with `layers.mixer`, `align.tokens` and "
-        "`distil.tokens`; perplexity of the teacher, and the hybrid's as a multiple of it."
+        "`distil.tokens`; perplexity of the teacher, and the hybrid's as a multiple of it. What holds and what does not: "
+        "[conversion.md](../conversion.md)."
     )
     facts |= {
         f"{row['mixer']}, {task}, nats per token by {key}": "; ".join(

@@ -32,7 +32,7 @@ from .conversion_start import (
 )
 from .mixer import RecurrentMixer
 from .modeling_avgpath import AvgPathForCausalLM
-from .softmax_models import LayerPass, SoftmaxLayer, context_limit, decoder, softmax_layers, watch
+from .softmax_models import LayerPass, SoftmaxLayer, check_text, decoder, softmax_layers, watch
 
 MAP_RIDGE = 1e-2  # of the regressions on queries and inputs, relative to the mean of the second moment's diagonal
 OUTPUT_RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
@@ -91,28 +91,17 @@ class Calibration:
                     f"The calibration is of a model with {found[0]} heads of {found[2]} and width {found[1]}, and this one "
                     f"has {wanted[0]} of {wanted[2]} and {wanted[1]}: calibrate the model that is converted."
                 )
-        _check_ids(self.texts, model)
+        check_text(self.texts, model, "The calibration's text")
 
 
-def _check_ids(ids: torch.Tensor, model: nn.Module) -> None:
+def check_batch(ids: torch.Tensor, model: nn.Module) -> None:
     """Raises `ValueError` unless `ids` are token ids `[B, T]` that `model` can read."""
-    limit, vocab_size = context_limit(model), model.config.vocab_size
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
         found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise ValueError(
             f"A batch must be a tensor of token ids [B, T], got {found}; `batches` is an iterable of them."
         )
-    if not 2 <= ids.shape[1] <= limit:
-        raise ValueError(
-            f"A text of {ids.shape[1]} tokens is outside of 2 to {limit}, the model's max_position_embeddings: cut the "
-            "texts shorter, or join them."
-        )
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"The texts hold the token id {low if low < 0 else high}, outside the vocabulary 0 ... {vocab_size - 1}: use "
-            "the tokenizer that belongs to the model."
-        )
+    check_text(ids, model, "A batch")
 
 
 Sums = dict[str, torch.Tensor]
@@ -221,7 +210,7 @@ def calibrate(
                     ids = batch["input_ids"]
                     if "attention_mask" in batch and not batch["attention_mask"].all():
                         raise ValueError("A batch is padded: give rows without padding, for every token is measured.")
-                _check_ids(ids, model)
+                check_batch(ids, model)
                 body(input_ids=ids.to(device), use_cache=False)
                 tokens += ids.numel()
                 if sum(x.numel() for x in kept) < fit_tokens and (not kept or ids.shape[1] == kept[0].shape[1]):

@@ -47,7 +47,7 @@ from .diagnosis_statistics import (
     winsorise,
 )
 from .norms import l2_norm
-from .softmax_models import LayerPass, SoftmaxLayer, context_limit, decoder, softmax_layers, watch
+from .softmax_models import LayerPass, SoftmaxLayer, check_text, decoder, softmax_layers, watch
 
 PASSES = ("scales", "fit", "reads", "measure", "losses")
 STEPS = ("mean_field", "query", "mapped_query")  # `expectation` is `mean_field`: these memories read linearly
@@ -231,23 +231,8 @@ def read_windows(model: nn.Module, data: torch.Tensor | Iterable) -> list[torch.
             rows += [row[real] for row, real in zip(ids, kept, strict=True)]
     if not rows:
         raise ValueError("The data is empty: give at least two windows of token ids.")
-    limit, vocab_size = context_limit(model), model.config.vocab_size
     for number, row in enumerate(rows):
-        if len(row) > limit:
-            raise ValueError(
-                f"Window {number} has {len(row)} tokens, more than the model's max_position_embeddings={limit}: cut the "
-                "text into shorter windows."
-            )
-        if len(row) < SHORTEST_WINDOW:
-            raise ValueError(
-                f"Window {number} has {len(row)} tokens, and {SHORTEST_WINDOW} are the least: leave it out, or join texts."
-            )
-        low, high = int(row.min()), int(row.max())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"Window {number} holds the token id {low if low < 0 else high}, outside the vocabulary "
-                f"0 ... {vocab_size - 1}: use the tokenizer that belongs to the model."
-            )
+        check_text(row, model, f"Window {number}", SHORTEST_WINDOW)
     return [row.to("cpu", torch.int32) for row in rows]
 
 

@@ -181,6 +181,24 @@ def context_limit(model: nn.Module) -> int:
     return model.config.max_position_embeddings
 
 
+def check_text(ids: torch.Tensor, model: nn.Module, name: str, shortest: int = 2) -> None:
+    """Raises `ValueError`, which calls it `name`, if `model` cannot read text of token ids `[..., T]`, or T < `shortest`."""
+    length, limit, vocab_size = ids.shape[-1], context_limit(model), model.config.vocab_size
+    if length > limit:
+        raise ValueError(
+            f"{name} has {length} tokens, more than the model's max_position_embeddings={limit}: cut the text into shorter "
+            "ones."
+        )
+    if length < shortest:
+        raise ValueError(f"{name} has {length} tokens, and {shortest} are the least: leave it out, or join texts.")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{name} holds the token id {low if low < 0 else high}, outside the vocabulary 0 ... {vocab_size - 1}: use the "
+            "tokenizer that belongs to the model."
+        )
+
+
 def softmax_layers(model: nn.Module) -> list[SoftmaxLayer]:
     """The softmax layers of `model`, in order; all of its layers but in an AvgPath hybrid.
 

@@ -14,6 +14,7 @@ from modeling_avgpath import AvgPathForCausalLM
 from training.card import build_card, describe_held_out, describe_texts, held_out_results, name_source
 from training.corpus import list_sources
 from training.data import IGNORE, TrainingData, collate
+from training.distillation import PHASES, row_length
 from training.probes import estimate, evaluation_mode, token_nll
 from training.recipe import BootstrapRecipe, ConversionRecipe
 from training.tracking import BLUE, GREY, RED, matplotlib, plt, read_metrics, tidy
@@ -169,7 +170,8 @@ def conversion_card(
                 label = f"{task}, {key} {record[key]}, {name}: accuracy"
                 results += held_out_results("random tokens", {metric: label}, {metric: record["accuracy"]["mean"]})
     paths = {source.path for _, source in list_sources(recipe.data)}
-    rows = recipe.data.sequence_length
+    trained = [row_length(recipe, phase) for phase in PHASES if getattr(recipe, phase).tokens]
+    rows = max(trained, default=recipe.data.sequence_length)
     return build_card(
         student,
         load_from=recipe.hub_model_id or str(Path(recipe.output_dir) / "final"),
@@ -177,8 +179,8 @@ def conversion_card(
         f"(held out: {describe_held_out(recipe.data)}).",
         training=training,
         results=results,
-        limits=f"It has seen {summary['training_tokens']:,} tokens in rows of {rows} since the conversion, a small part of "
-        "what its teacher was trained on: expect it to be weaker than its teacher in recall, at lengths beyond "
+        limits=f"It has seen {summary['training_tokens']:,} tokens in rows of up to {rows} since the conversion, a small "
+        "part of what its teacher was trained on: expect it to be weaker than its teacher in recall, at lengths beyond "
         f"{rows} tokens and on text unlike the above. What its teacher gets wrong it gets wrong too.",
         is_chat=bool(getattr(data.tokenizer, "chat_template", None)),
         license=recipe.license,

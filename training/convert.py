@@ -46,31 +46,26 @@ from training.conversion_report import HeldOutRows, conversion_card, describe_ev
 from training.corpus import describe_sources
 from training.data import IGNORE, TrainingData, prepare_data
 from training.distillation import (
+    PHASES,
     LayerAlignment,
     LogitDistillation,
     build_optimizer,
     build_schedule,
     converted_layers,
+    row_length,
+    step_tokens,
     trained_parameters,
     without_recurrence,
 )
 from training.machine import choose_precision, keep_freed_memory
 from training.modeling import count_parameters, load_causal_lm, refuse_adapter
-from training.probes import (
-    BlankModel,
-    MeasurementError,
-    copying,
-    key_value_lookup,
-    make_alphabet,
-    repeated_phrases,
-)
+from training.probes import BlankModel, MeasurementError, make_alphabet, recall_probe
 from training.publish import open_repository, upload_model
 from training.recipe import ConversionRecipe, PhaseRecipe, RunError, SetupError, TokenizerRecipe
 from training.resume import StartingPoint, finished_run, random_state, recipe_changes, set_random_state
 from training.script import Interrupted, parse_recipe, run_script, warn
 from training.tracking import MetricsLog, Progress, truncate_metrics
 
-PHASES = ("align", "distil")
 EXAMPLES = """  python training/convert.py teacher.path=HuggingFaceTB/SmolLM2-135M output_dir=runs/convert/smollm
   python training/convert.py teacher.path=runs/llama/final layers.mixer=mesa_net layers.count=2
   python training/convert.py layers.strategy=list layers.softmax=[3,7,11] layers.count=null
@@ -89,11 +84,6 @@ FREE_WHEN_FINISHED = (
 )  # fmt: skip
 
 
-def count_steps(phase: PhaseRecipe, sequence_length: int) -> int:
-    """Optimiser steps of a phase."""
-    return -(-phase.tokens // (phase.batch_size * sequence_length))
-
-
 @dataclasses.dataclass
 class Conversion:
     """One run: the pieces that its phases, evaluations and checkpoints share."""
@@ -101,6 +91,7 @@ class Conversion:
     recipe: ConversionRecipe
     folder: Path
     data: TrainingData
+    rows: Mapping[str, TrainingData]  # what each phase trains on
     teacher: PreTrainedModel
     student: AvgPathForCausalLM
     metrics: MetricsLog
@@ -115,10 +106,9 @@ class Conversion:
         # Of a run that goes on, the one that was checked.
         self.teacher_fingerprint = self.start.state["teacher"] if self.start else model_fingerprint(self.teacher)
         self.layers = converted_layers(self.teacher, self.student.config)
-        length = recipe.data.sequence_length
         self.last_step, steps = {}, 0
         for phase in PHASES:
-            steps += count_steps(getattr(recipe, phase), length)
+            steps += -(-getattr(recipe, phase).tokens // step_tokens(recipe, phase))
             self.last_step[phase] = steps
         self.steps = steps
         self.held_out = HeldOutRows(self.data, recipe.bootstrap, recipe.seed, recipe.evaluation.batch_size)
@@ -151,7 +141,7 @@ class Conversion:
         self.schedule = build_schedule(self.optimizer, recipe, steps)
         self.micro_batch_size = recipe.micro_batch_size or recipe.batch_size
         # The calibration has the seed itself: every phase reads the texts in an order of its own.
-        self.batches = self.data.batches(self.micro_batch_size, seed=self.recipe.seed + 1 + index)
+        self.batches = self.rows[phase].batches(self.micro_batch_size, seed=self.recipe.seed + 1 + index)
         if self.start and first < self.step:
             saved = self.start.tensors("optimizer.pt")
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -164,7 +154,7 @@ class Conversion:
             self.distil = LogitDistillation(self.teacher, self.student, distil.ce_weight, distil.stream_weight)
         self.progress = Progress(steps, done=self.step - first)
         self.progress.say(
-            f"{phase}: {steps:,} steps of {recipe.batch_size} x {self.recipe.data.sequence_length} tokens, "
+            f"{phase}: {steps:,} steps of {recipe.batch_size} x {row_length(self.recipe, phase)} tokens, "
             f"{sum(parameter.numel() for parameter in parameters):,} parameters train"
         )
         self.logged_at, self.since = self.step, time.perf_counter()
@@ -243,7 +233,7 @@ class Conversion:
         self.optimizer.zero_grad()
         self.schedule.step()
         self.step += 1
-        self.tokens += recipe.batch_size * self.recipe.data.sequence_length
+        self.tokens += step_tokens(self.recipe, self.phase)
         for name, value in {"steps": 1.0, "loss": loss, "grad_norm": norms.max().item(), **found}.items():
             self.window[name] = self.window.get(name, 0.0) + value
         self.progress.advance()
@@ -259,8 +249,7 @@ class Conversion:
         means = {name: value / count for name, value in self.window.items()}
         by_layer = {name.removeprefix("layer "): means.pop(name) for name in list(means) if name.startswith("layer ")}
         self.window, self.logged_at, self.since = {}, self.step, now
-        recipe: PhaseRecipe = getattr(self.recipe, self.phase)
-        speed = steps * recipe.batch_size * self.recipe.data.sequence_length / elapsed
+        speed = steps * step_tokens(self.recipe, self.phase) / elapsed
         self.metrics.write(
             self.phase,
             step=self.step,
@@ -372,12 +361,11 @@ def probe(
     data: TrainingData,
     models: Mapping[str, nn.Module],
     autocast: Callable[[], AbstractContextManager],
-    samples: int | None = None,
+    **overrides,
 ) -> dict[str, dict]:
     """The recall probes that the recipe asks for: task -> name of the model -> records.
 
-    Args:
-        samples: of each setting, instead of the recipe's.
+    `overrides` are options of a probe that go before the recipe's.
 
     Raises:
         MeasurementError: what a probe needs is not there.
@@ -386,22 +374,14 @@ def probe(
         return {}
     vocab_size = next(iter(models.values())).config.vocab_size
     alphabet = make_alphabet(data.tokenizer, vocab_size, recipe.probes.alphabet)
-    tasks = {
-        "phrases": (repeated_phrases, recipe.phrases.distances, {"phrase_length": recipe.phrases.length}),
-        "lookup": (key_value_lookup, recipe.lookup.pairs, {}),
-        "copying": (copying, recipe.copying.lengths, {}),
-    }
-    common = {
-        "samples": samples or recipe.probes.samples, "confidence": recipe.bootstrap.confidence,
-        "resamples": recipe.bootstrap.resamples, "seed": recipe.seed,
-    }  # fmt: skip
+    options = {"seed": recipe.seed, **dataclasses.asdict(recipe.bootstrap), **overrides}
     results = {}
     for task in recipe.evaluation.probes:
-        function, settings, extra = tasks[task]
+        settings, run = recall_probe(task, recipe)
         results[task] = {}
         for name, model in models.items():
             with autocast():
-                results[task][name] = function(model, alphabet, settings, **extra, **common)
+                results[task][name] = run(model, alphabet, settings, **options)
     return results
 
 
@@ -422,11 +402,11 @@ def load_teacher(recipe: ConversionRecipe, dtype: torch.dtype) -> PreTrainedMode
     except (OSError, ValueError) as error:
         raise SetupError(f"teacher.path={recipe.teacher.path} cannot be loaded: {error}") from None
     limit = teacher.config.max_position_embeddings
-    if recipe.data.sequence_length > limit:
-        raise SetupError(
-            f"data.sequence_length={recipe.data.sequence_length} is beyond the teacher's max_position_embeddings={limit}: "
-            "shorten the rows"
-        )
+    for part in ("data", *PHASES):
+        if (length := getattr(recipe, part).sequence_length or 0) > limit:
+            raise SetupError(
+                f"{part}.sequence_length={length} is beyond the teacher's max_position_embeddings={limit}: shorten the rows"
+            )
     for name, weight in teacher.state_dict().items():
         if not weight.isfinite().all():
             raise SetupError(
@@ -544,6 +524,16 @@ def check_start(recipe: ConversionRecipe, start: StartingPoint, fingerprint: str
         )
 
 
+def read_rows(recipe: ConversionRecipe, vocab_size: int) -> tuple[TrainingData, dict[str, TrainingData]]:
+    """The data of the run, and those that each phase trains on, the same texts in rows of its length."""
+    tokenizer = TokenizerRecipe(path=recipe.teacher.path)
+    of_length = {
+        length: prepare_data(dataclasses.replace(recipe.data, sequence_length=length), tokenizer, vocab_size)
+        for length in {recipe.data.sequence_length, *(row_length(recipe, phase) for phase in PHASES)}
+    }
+    return of_length[recipe.data.sequence_length], {phase: of_length[row_length(recipe, phase)] for phase in PHASES}
+
+
 def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversion:
     """Make data, teacher, student and folder ready, fresh or from a checkpoint."""
     started = time.perf_counter()
@@ -555,7 +545,7 @@ def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversio
     earlier_files(recipe)  # an occupied folder is told before anything is computed
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     teacher = load_teacher(recipe, dtype if start else torch.float32)  # the student is made from it in fp32
-    data = prepare_data(recipe.data, TokenizerRecipe(path=recipe.teacher.path), teacher.config.vocab_size)
+    data, rows = read_rows(recipe, teacher.config.vocab_size)
     check_probes(recipe, data, teacher.config)
     if start:
         check_start(recipe, start, data.fingerprint, teacher)
@@ -571,7 +561,7 @@ def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversio
     metrics = folder / "metrics.jsonl"
     truncate_metrics(metrics, start.state["metrics_bytes"] if start else 0)
     run = Conversion(
-        recipe, folder, data, teacher, student, MetricsLog(metrics), interruption, precision, started, start
+        recipe, folder, data, rows, teacher, student, MetricsLog(metrics), interruption, precision, started, start
     )
     print(
         f"{teacher.config.model_type} {recipe.teacher.path} -> {describe_layers(student.config.mixer_types)}, "

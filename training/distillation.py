@@ -15,9 +15,20 @@ from modeling_avgpath.head_loss import head_loss
 from modeling_avgpath.softmax_models import LayerPass, decoder, softmax_layers, watch
 from training import optimization
 from training.data import IGNORE
-from training.recipe import PhaseRecipe, ScheduleRecipe
+from training.recipe import ConversionRecipe, PhaseRecipe, ScheduleRecipe
 
+PHASES = ("align", "distil")
 SMALLEST_SIZE = 0.02  # of a parameter that starts at zero, for its learning rate: what a matrix is initialised with
+
+
+def row_length(recipe: ConversionRecipe, phase: str) -> int:
+    """Tokens of a row that the phase trains on."""
+    return getattr(recipe, phase).sequence_length or recipe.data.sequence_length
+
+
+def step_tokens(recipe: ConversionRecipe, phase: str) -> int:
+    """Tokens of an optimiser step of a phase."""
+    return getattr(recipe, phase).batch_size * row_length(recipe, phase)
 
 
 def converted_layers(teacher: nn.Module, config: AvgPathConfig) -> list[int]:

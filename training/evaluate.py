@@ -36,15 +36,7 @@ from modeling_avgpath.cache_files import stored_tensors
 from training.data import Document, load_documents, split_documents
 from training.modeling import count_parameters, load_causal_lm, refuse_adapter
 from training.perplexity import DocumentScores, count_bytes, score_carried, score_windows, summarise
-from training.probes import (
-    MeasurementError,
-    copying,
-    estimate,
-    key_value_lookup,
-    make_alphabet,
-    position_limit,
-    repeated_phrases,
-)
+from training.probes import MeasurementError, estimate, make_alphabet, position_limit, recall_probe
 from training.recipe import EvaluatedModelRecipe, EvaluationRecipe, SetupError, recipe_to_yaml
 from training.report import describe_perplexity, plot_report, write_markdown
 from training.script import Interrupted, parse_recipe, run_script
@@ -259,17 +251,9 @@ class Evaluation:
         """The records of one probe, one per setting."""
         recipe = self.recipe
         alphabet = make_alphabet(self.tokenizer, model.config.get_text_config().vocab_size, recipe.probes.alphabet)
-        common = {
-            "samples": recipe.probes.samples,
-            "batch_tokens": recipe.batch_tokens,
-            **self.bootstrap,
-        }
-        function, settings, extra = {
-            "phrases": (repeated_phrases, recipe.phrases.distances, {"phrase_length": recipe.phrases.length}),
-            "lookup": (key_value_lookup, recipe.lookup.pairs, {}),
-            "copying": (copying, recipe.copying.lengths, {}),
-        }[task]
-        return self.share(settings, lambda mine: function(model, alphabet, mine, **extra, **common))
+        settings, run = recall_probe(task, recipe)
+        options = {"batch_tokens": recipe.batch_tokens, **self.bootstrap}
+        return self.share(settings, lambda mine: run(model, alphabet, mine, **options))
 
 
 def one_document(scores: DocumentScores, size: float) -> dict:

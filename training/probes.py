@@ -16,6 +16,7 @@ tokens at the same places of the twin, and `gain` what having read them is worth
 is free of what a model knows by position alone. Intervals are bootstrapped over sequences.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training.recipe import ALPHABETS
+from training.recipe import ALPHABETS, ConversionRecipe, EvaluationRecipe
 
 WORD = re.compile(r"[\u0120\u2581][a-z]{3,}")  # a lower-case word with its space, in byte-level BPE and SentencePiece
 UNLIMITED_LAYERS = {"linear_attention", "sliding_attention", "mamba", "mamba2"}  # their past has no positions, or few
@@ -392,3 +393,17 @@ def copying(
         scores, unseen = (score(model, rows, batch_tokens) for rows in (sequences, twins))
         records.append({"length": length, **_record(scores, unseen, places, {"seed": seed, **bootstrap})})
     return records
+
+
+def recall_probe(task: str, recipe: ConversionRecipe | EvaluationRecipe) -> tuple[list[int], Callable[..., list[dict]]]:
+    """The settings of a task of `recipe`, and what is called with (model, alphabet, settings) to carry it out.
+
+    Args:
+        task: `phrases`, `lookup` or `copying`.
+    """
+    function, settings, options = {
+        "phrases": (repeated_phrases, recipe.phrases.distances, {"phrase_length": recipe.phrases.length}),
+        "lookup": (key_value_lookup, recipe.lookup.pairs, {}),
+        "copying": (copying, recipe.copying.lengths, {}),
+    }[task]
+    return settings, functools.partial(function, samples=recipe.probes.samples, **options)

@@ -490,6 +490,9 @@ class PhaseRecipe:
     tokens: int = _field(120_000, "training tokens of this phase, rounded up to whole steps; 0 leaves it out")
     batch_size: int = _field(4, "rows per optimiser step")
     micro_batch_size: int | None = _field(None, "rows in one forward pass; null is batch_size")
+    sequence_length: int | None = _field(
+        None, "tokens per row; null is data.sequence_length, as of the calibration and the held-out rows"
+    )
     learning_rate: float = _field(1e-2, "peak, relative to the size (root mean square) of each matrix")
     warmup_ratio: float = _field(0.1, "the fraction of the steps from zero to the peak, rounded up")
     min_lr_ratio: float = _field(0.05, "the last learning rate, as a fraction of the peak")
@@ -861,7 +864,7 @@ def _check_values(recipe: Any) -> None:
         f"any of {', '.join(EVALUATION_TASKS[1:])}",
     )
     for phase in ("align", "distil"):
-        for name in ("batch_size", "micro_batch_size"):
+        for name in ("batch_size", "micro_batch_size", "sequence_length"):
             require(f"{phase}.{name}", lambda value: value >= 1, "at least 1")
         for name in ("learning_rate", "max_grad_norm"):
             require(f"{phase}.{name}", lambda value: value > 0, "greater than 0")

@@ -3,18 +3,15 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
+from forked_driver import ForkedDriver
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from training import pretrain
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TEACHER_SHAPE = {
     "model_type": "llama",
     "vocab_size": 300,
@@ -34,7 +31,7 @@ data: {path: texts, sequence_length: 32, cache_dir: cache}
 train: {mixed_precision: 'no', log_every: 3}
 calibration: {tokens: 2048, fit_tokens: 1024}
 align: {tokens: 5120, batch_size: 16, micro_batch_size: 8, learning_rate: 2e-2, warmup_ratio: 0.0}
-distil: {tokens: 5120, batch_size: 16, learning_rate: 1e-2, warmup_ratio: 0.0}
+distil: {tokens: 5120, batch_size: 32, sequence_length: 16, learning_rate: 1e-2, warmup_ratio: 0.0}
 evaluation: {rows: 8, watch_rows: 8, probes: [lookup]}
 lookup: {pairs: [2]}
 probes: {samples: 4}
@@ -83,87 +80,26 @@ def teacher(workplace) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(workplace / "teacher" / "final").eval()
 
 
-# Imports the script once, then runs it in a forked process for each line of its input, which may kill itself.
-DRIVER = """
-import json, os, signal, sys, traceback
-import torch
+CONVERT = """
 from training import checkpoint, convert
-from training.tracking import MetricsLog
-
-def kill_when(owner, name, matches, after, by=signal.SIGKILL):
-    original = getattr(owner, name)
-    def patched(*arguments, **options):
-        is_hit = matches(*arguments, **options)
-        if is_hit and not after:
-            os.kill(os.getpid(), by)
-        result = original(*arguments, **options)
-        if is_hit:
-            os.kill(os.getpid(), by)
-        return result
-    setattr(owner, name, patched)
+from training.convert import main
 
 def ends(n):
     return lambda old, new: str(new).endswith(f"step-{n:06d}")
 
 POINTS = {
-    "step": lambda n: kill_when(convert.Conversion, "advance", lambda self: self.step == n, True),
-    "stop": lambda n: kill_when(
-        convert.Conversion, "advance", lambda self: self.step == n - 1, True, by=signal.SIGINT
-    ),
-    "rename": lambda n: kill_when(checkpoint.os, "rename", ends(n), False),
-    "renamed": lambda n: kill_when(checkpoint.os, "rename", ends(n), True),
-    "watch": lambda n: kill_when(convert.Conversion, "watch", lambda self: self.step == n, True),
-    "finish": lambda n: kill_when(convert.Conversion, "finish", lambda *_: True, False),
+    "step": lambda n: patch(convert.Conversion, "advance", lambda self: self.step == n, "after"),
+    "stop": lambda n: patch(convert.Conversion, "advance", lambda self: self.step == n - 1, "after", signal.SIGINT),
+    "rename": lambda n: patch(checkpoint.os, "rename", ends(n), "before"),
+    "renamed": lambda n: patch(checkpoint.os, "rename", ends(n), "after"),
+    "watch": lambda n: patch(convert.Conversion, "watch", lambda self: self.step == n, "after"),
+    "finish": lambda n: patch(convert.Conversion, "finish", lambda *_: True, "before"),
 }
-
-for line in sys.stdin:
-    order = json.loads(line)
-    child = os.fork()
-    if not child:
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        if order["point"]:
-            name, _, count = order["point"].partition(" ")
-            POINTS[name](int(count or 0))
-        status = 1
-        try:
-            status = convert.main(order["arguments"])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-
-
-class Driver:
-    """Runs `convert.py` in the workplace, each time in a process of its own that has imported everything."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.log = folder, folder / "log.txt"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER], cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        )  # fmt: skip
-
-    def run(self, *arguments: str, kill_at: str = "") -> tuple[int, str]:
-        """The exit status, negative after a signal, and the output."""
-        order = {"arguments": ["convert.yaml", *arguments], "point": kill_at, "log": str(self.log)}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline()), self.log.read_text(encoding="utf-8")
-
-    def kill(self, point: str, *arguments: str) -> str:
-        status, log = self.run(*arguments, kill_at=point)
-        assert status == -signal.SIGKILL, (point, log)
-        return log
 
 
 @pytest.fixture(scope="session")
 def driver(workplace):
-    driver = Driver(workplace)
+    driver = ForkedDriver(workplace, "convert.yaml", CONVERT, seconds=600)
     yield driver
-    driver.process.stdin.close()
-    driver.process.wait(timeout=60)
+    driver.close()

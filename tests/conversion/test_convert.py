@@ -49,12 +49,13 @@ def test_the_chain(whole, teacher):
     summary = json.loads((folder / "summary.json").read_text())
     (source,) = summary["evaluation"]
     perplexity = {name: source[name]["perplexity"]["mean"] for name in ("teacher", "student", "without_recurrence")}
+    assert source["tokens"] == 8 * 32  # held-out rows are data.sequence_length long, whatever a phase trains on
     assert source["ratio"]["mean"] == pytest.approx(perplexity["student"] / perplexity["teacher"])
     assert perplexity["without_recurrence"] > 1.2 * perplexity["student"]
     assert summary["training_tokens"] == 10240 and summary["steps"] == 20
     assert set(summary["probes"]["lookup"]) == {"teacher", "student"}
     for words in ("calibrate: 2,048 tokens", "calibrate: 1 of 3 layers fitted", "align: 10 steps of 16 x 32 tokens",
-                  "tokens/s", " left", "ratio "):  # fmt: skip
+                  "distil: 10 steps of 32 x 16 tokens", "tokens/s", " left", "ratio "):  # fmt: skip
         assert words in log
 
 
@@ -109,7 +110,9 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(driver, whole):
     ("arguments", "words"),
     [
         (["teacher.path=nowhere"], "teacher.path=nowhere cannot be loaded"),
-        (["data.sequence_length=65"], "max_position_embeddings=64"),
+        (["data.sequence_length=65"], "data.sequence_length=65 is beyond the teacher's max_position_embeddings=64"),
+        (["distil.sequence_length=65"], "distil.sequence_length=65 is beyond the teacher's max_position_embeddings=64"),
+        (["align.sequence_length=0"], "'align.sequence_length' must be at least 1"),
         (["layers.count=5"], "from 0 to 4"),
         (["layers.count=4"], "nothing to train"),
         (["layers.mixer=delta"], "did you mean 'delta_net'"),

@@ -4,7 +4,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
+from forked_driver import ON_CPUS, ForkedDriver
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from training.recipe import REPOSITORY
+
 SHAPE = {
     "model_type": "avgpath",
     "vocab_size": 320,
@@ -25,8 +26,6 @@ SHAPE = {
     "mixer": "gated_delta_net",
     "hybrid_ratio": "3:1",
 }
-# `accelerate launch --cpu` starts several processes by MPI alone; `torchrun` does by itself, for Accelerate told so.
-ON_CPUS = {"ACCELERATE_USE_CPU": "true"}
 LLAMA_SHAPE = {key: SHAPE[key] for key in list(SHAPE)[:7]} | {"model_type": "llama"}
 
 
@@ -93,33 +92,14 @@ class Workplace:
         return subprocess.CompletedProcess(process.args, process.returncode, "".join(lines) + out, err)
 
 
-# Imports the script once, then runs it in forked processes for each line of its input: arguments, and where a process
-# sends SIGKILL to itself. What is patched is patched here alone: the script knows nothing of being killed.
-DRIVER = """
-import json, os, resource, signal, sys, traceback
+# `cut_labels`: rows lose a part of their labels, by their content. `poison`: the step in which the last process has a
+# gradient that is not a number.
+PRETRAIN = """
 import accelerate
 from training import batches, checkpoint, pretrain, step
+from training.pretrain import main
 from training.tracking import MetricsLog
 from transformers import PreTrainedModel
-
-def kill(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def patch(owner, name, matches, when):
-    original = getattr(owner, name)
-    def patched(*arguments, **options):
-        is_hit = matches(*arguments, **options)
-        if is_hit and when == "before":
-            kill()
-        if is_hit and when == "cut short":
-            with open(arguments[1], "wb") as stream:
-                stream.write(b"PK" * 20)
-            kill()
-        result = original(*arguments, **options)
-        if is_hit:
-            kill()
-        return result
-    setattr(owner, name, patched)
 
 POINTS = {
     "backward": lambda n: patch(step.NonFiniteGuard, "admits", lambda self, at, *_, **__: at == n, "before"),
@@ -158,99 +138,12 @@ def poison(at):
     step.TrainingStep.__call__ = remember
     accelerate.Accelerator.backward = lambda self, loss: backward(self, loss * (float("nan") if now == [at] else 1))
 
-def start(order, rank):
-    child = os.fork()
-    if not child:
-        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(order["environment"])
-        signal.alarm(100)  # processes that wait for each other for ever
-        if order["processes"] > 1:  # what torchrun tells each process
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        if order["cut_labels"]:
-            cut_labels()
-        if order["poison"] and rank == order["processes"] - 1:
-            poison(order["poison"])
-        if order["point"]:
-            name, _, count = order["point"].partition(" ")
-            POINTS[name](int(count or 0))
-        if order["file_limit"]:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_limit"], order["file_limit"]))
-        status = 1
-        try:
-            status = pretrain.main(order["arguments"])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    return child
-
-for line in sys.stdin:
-    order = json.loads(line)
-    children = [start(order, rank) for rank in range(order["processes"])]
-    print(children[0], flush=True)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(max(statuses, key=abs), flush=True)
+def prepare(order, is_last):
+    if order.get("cut_labels"):
+        cut_labels()
+    if order.get("poison") and is_last:
+        poison(order["poison"])
 """
-
-
-class Driver:
-    """Runs the tiny recipe in `folder`, each time in a process of its own that has imported everything."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.log = folder, folder / "log.txt"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER], cwd=folder, env=environment, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
-
-    def run(
-        self, *arguments: str, kill_at: str = "", watch=None, number: int = signal.SIGKILL, file_limit: int = 0,
-        processes: int = 1, cut_labels: bool = False, poison: int = 0, environment: dict | None = None,
-    ) -> tuple[int, str]:  # fmt: skip
-        """The exit status (negative after a signal) and the output.
-
-        Args:
-            processes: so many, as torchrun would start them; the worst exit status is that of all.
-            cut_labels: rows lose a part of their labels, by their content.
-            poison: the step in which the last process's gradient is not a number.
-            kill_at: one of the driver's points, with its step.
-            watch: called until it is true; then the process gets the signal `number` from here.
-            file_limit: bytes that a file may have.
-        """
-        self.log.write_text("")
-        environment = dict(environment or {})
-        if processes > 1:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            environment |= ON_CPUS | {
-                "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }  # fmt: skip
-        order = {
-            "arguments": ["tiny.yaml", *arguments], "point": kill_at, "log": str(self.log), "file_limit": file_limit,
-            "processes": processes, "cut_labels": cut_labels, "poison": poison, "environment": environment,
-        }  # fmt: skip
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        child = int(self.process.stdout.readline())
-        if watch is not None:
-            deadline = time.monotonic() + 60
-            while not watch() and time.monotonic() < deadline:
-                time.sleep(0.0005)
-            os.kill(child, number)
-        return int(self.process.stdout.readline()), self.log.read_text(encoding="utf-8")
-
-    def finish(self, *arguments: str, **options) -> Path:
-        """Run to the end; the run's folder."""
-        status, log = self.run(*arguments, **options)
-        assert status == 0, log
-        name = next(argument for argument in arguments if argument.startswith("output_dir="))
-        return self.folder / name.partition("=")[2]
 
 
 @pytest.fixture(scope="module")
@@ -260,10 +153,9 @@ def workplace(tmp_path_factory) -> Workplace:
 
 @pytest.fixture(scope="module")
 def fork_driver(workplace):
-    driver = Driver(workplace.folder)
+    driver = ForkedDriver(workplace.folder, "tiny.yaml", PRETRAIN)
     yield driver
-    driver.process.stdin.close()
-    driver.process.wait(timeout=60)
+    driver.close()
 
 
 @pytest.fixture(autouse=True)
