@@ -4,14 +4,17 @@
 Each run has a folder of its own; the command may be stopped and started again. "copied" is a hybrid with the teacher's
 weights and nothing else, "calibrated" one before any training; these two and "aligned" are of a part of the held-out rows.
 Perplexities of a column are on the same rows of each source, and their ratios to the teacher's have 95% intervals from the
-bootstrap over rows. "Without" is the final model with its recurrent layers zeroed. The facts hold the same on longer windows
-than the students were trained on, the hybrid of softmax layers alone among them, and the recall probes.
+bootstrap over rows. "Without" is the final model with its recurrent layers zeroed.
+
+The facts hold perplexities on longer windows than the students were trained on, of the hybrid of softmax layers alone as
+well; what students lose where a pair of tokens comes again, which attention can look up (Arora et al., 2024), and on the
+other tokens; and the recall probes.
 """
 
 import argparse
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -98,13 +101,40 @@ def read_run(mixer: str, folder: Path, summary: dict, copied: dict) -> list[dict
     return rows
 
 
-def compare_windows(recipe: ConversionRecipe, students: Mapping[str, Path], windows: int) -> dict[str, str]:
-    """Facts on longer windows: perplexity of the teacher, of the AvgPath model with its weights, and of each student."""
+def repeats(ids: torch.Tensor) -> torch.Tensor:
+    """Which tokens t + 1 of rows `[N, T]` follow token t as they did before in the row: `[N, T - 1]`."""
+    pairs = torch.stack((ids[:, :-1], ids[:, 1:]), dim=-1)
+    is_same = (pairs[:, :, None] == pairs[:, None, :]).all(dim=-1)  # [N, T - 1, T - 1]
+    return is_same.tril(-1).any(dim=-1)
+
+
+def describe_excess(known: Sequence[tuple[torch.Tensor, ...]], found: Sequence[tuple[torch.Tensor, ...]]) -> str:
+    """What a student loses to its teacher in nats per token, on tokens that end a pair read before and on the others."""
+    excess = torch.cat([(now[0] - before[0])[:, :-1].flatten() for now, before in zip(found, known, strict=True)])
+    is_repeat = torch.cat([repeats(ids).flatten() for _, ids, _ in known])
+    is_target = torch.cat([of_source[2][:, :-1].flatten() for of_source in known])
+    again, others = is_repeat & is_target, ~is_repeat & is_target
+    return (
+        f"pairs read before, {again.sum() / is_target.sum():.0%} of the tokens, {excess[again].mean():.3f}; "
+        f"others {excess[others].mean():.3f}"
+    )
+
+
+def compare_lengths(
+    recipe: ConversionRecipe, students: Mapping[str, Path], settings: argparse.Namespace
+) -> dict[str, str]:
+    """Facts of the AvgPath model with the teacher's weights and of each student: perplexity on long windows, and what
+    students lose on rows of `data.sequence_length` where they could recall."""
     precision = choose_precision(recipe.train.mixed_precision)
     teacher = load_teacher(recipe, torch.float32)
-    data = prepare_data(recipe.data, TokenizerRecipe(path=recipe.teacher.path), teacher.config.vocab_size)
-    held_out = HeldOutRows(data, recipe.bootstrap, recipe.seed, batch_size=1)
-    ids = collate([part.rows[0] for part in held_out.parts])["input_ids"]
+
+    def held_out(length: int) -> HeldOutRows:
+        data = dataclasses.replace(recipe.data, sequence_length=length)
+        data = prepare_data(data, TokenizerRecipe(path=recipe.teacher.path), teacher.config.vocab_size)
+        return HeldOutRows(data, recipe.bootstrap, recipe.seed, batch_size=1)
+
+    rows, windows = held_out(recipe.data.sequence_length), held_out(settings.window)
+    ids = collate([part.rows[0] for part in windows.parts])["input_ids"]
     with torch.no_grad():
         change = (from_softmax(teacher)(ids).logits - teacher(ids).logits).abs().max().item()
     if precision == "bf16":
@@ -113,19 +143,23 @@ def compare_windows(recipe: ConversionRecipe, students: Mapping[str, Path], wind
     def autocast() -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
-    known = held_out.score(teacher, windows, autocast)
+    known = windows.score(teacher, settings.windows, autocast), rows.losses(teacher, settings.rows, autocast)
     facts = {"all layers softmax, fp32": f"largest difference of a logit to the teacher's {change:.1e}"}
     models = {"all layers softmax": lambda: from_softmax(teacher)}
     models |= {
         name: lambda path=path: load_causal_lm(str(path), dtype=torch.float32) for name, path in students.items()
     }
     for name, make in models.items():
-        found = held_out.summarise({"teacher": known, "student": held_out.score(make(), windows, autocast)})
-        facts[f"{name}, windows of {recipe.data.sequence_length:,} tokens, {precision}"] = "; ".join(
+        model = make()
+        found = windows.summarise({"teacher": known[0], "student": windows.score(model, settings.windows, autocast)})
+        facts[f"{name}, windows of {settings.window:,} tokens, {precision}"] = "; ".join(
             f"{part['name']} {part['student']['perplexity']['mean']:.2f}, teacher "
             f"{part['teacher']['perplexity']['mean']:.2f}, {part['ratio']['mean']:.3f}x{interval_of(part['ratio'])}"
             for part in found
         )
+        if name in students:
+            found = rows.losses(model, settings.rows, autocast)
+            facts[f"{name}, loss above the teacher's, nats per token"] = describe_excess(known[1], found)
     return facts
 
 
@@ -153,8 +187,7 @@ def measure(settings: argparse.Namespace) -> tuple[str, list[dict], dict]:
             folder = runs / mixer
             rows += read_run(mixer, folder, run_script("convert.py", RECIPE, folder, own, settings.threads), copied)
         recipe = load_recipe(RECIPE, common, ConversionRecipe)
-        recipe.data = dataclasses.replace(recipe.data, sequence_length=settings.window)
-        facts = compare_windows(recipe, {mixer: runs / mixer / "final" for mixer in settings.mixers}, settings.windows)
+        facts = compare_lengths(recipe, {mixer: runs / mixer / "final" for mixer in settings.mixers}, settings)
     title = (
         f"{Path(teacher).name} converted: `python training/convert.py {RECIPE}` with `layers.mixer`, `align.tokens` and "
         "`distil.tokens`; perplexity of the teacher, and the hybrid's as a multiple of it. What holds and what does not: "

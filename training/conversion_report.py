@@ -34,8 +34,8 @@ class HeldOutRows:
         count = min(rows or total, total)
         return [index * total // count for index in range(count)]
 
-    def score(self, model: nn.Module, rows: int | None, autocast: Callable) -> list[np.ndarray]:
-        """Nats and targets of each row, `[rows, 2]` for each source."""
+    def losses(self, model: nn.Module, rows: int | None, autocast: Callable) -> list[tuple[torch.Tensor, ...]]:
+        """Nats of each next token, the tokens read, and whether there is a next one, `[rows, T]` each, for each source."""
         results = []
         with evaluation_mode(model), autocast():
             for index, part in enumerate(self.parts):
@@ -47,9 +47,16 @@ class HeldOutRows:
                     }
                     targets = batch["shift_labels"].to(model.device)
                     nll = token_nll(model(**inputs, use_cache=False).logits, targets)
-                    found.append(torch.stack([nll.double().sum(1), (targets != IGNORE).double().sum(1)], 1).cpu())
-                results.append(torch.cat(found).numpy())
+                    found.append((nll.cpu(), batch["input_ids"], batch["shift_labels"] != IGNORE))
+                results.append(tuple(map(torch.cat, zip(*found, strict=True))))
         return results
+
+    def score(self, model: nn.Module, rows: int | None, autocast: Callable) -> list[np.ndarray]:
+        """Nats and targets of each row, `[rows, 2]` for each source."""
+        return [
+            torch.stack((nll.double().sum(1), is_target.double().sum(1)), dim=1).numpy()
+            for nll, _, is_target in self.losses(model, rows, autocast)
+        ]
 
     def summarise(self, scores: Mapping[str, Sequence[np.ndarray]]) -> list[dict]:
         """One record a source.
