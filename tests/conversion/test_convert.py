@@ -49,7 +49,7 @@ def test_the_chain(whole, teacher):
     summary = json.loads((folder / "summary.json").read_text())
     (source,) = summary["evaluation"]
     perplexity = {name: source[name]["perplexity"]["mean"] for name in ("teacher", "student", "without_recurrence")}
-    assert source["tokens"] == 8 * 32  # held-out rows are data.sequence_length long, whatever a phase trains on
+    assert source["tokens"] > 16 * source["rows"]  # held-out rows are as long as the data's, whatever a phase trains on
     assert source["ratio"]["mean"] == pytest.approx(perplexity["student"] / perplexity["teacher"])
     assert perplexity["without_recurrence"] > 1.2 * perplexity["student"]
     assert summary["training_tokens"] == 10240 and summary["steps"] == 20
