@@ -23,7 +23,7 @@ from modeling_avgpath.modeling_avgpath import MIXERS
 
 OPTIONS = {
     "lengths": Option([4096], [64], "tokens"),
-    "dtypes": Option(["fp32"], ["fp32"], "of weights and inputs: fp32, bf16"),
+    "dtypes": Option(["fp32"], ["fp32"], "of weights and inputs", known=DTYPES),
     "repeats": Option(5, 1, "timed runs of each side at most"),
     "seconds": Option(10.0, 1.0, "a side is not run again once its runs add up to this, three runs excepted"),
 }

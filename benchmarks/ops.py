@@ -28,7 +28,7 @@ from benchmarks.report import SIDE_BY_SIDE, Column, Report, bars
 
 OPTIONS = {
     "lengths": Option([4096, 16384], [128], "tokens"),
-    "dtypes": Option(["fp32", "bf16"], ["fp32", "bf16"], "inputs"),
+    "dtypes": Option(["fp32", "bf16"], ["fp32", "bf16"], "inputs", known=DTYPES),
     "repeats": Option(5, 1, "timed runs of each side at most"),
     "seconds": Option(6.0, 1.0, "a side is not run again once its runs add up to this, three runs excepted"),
     "heads": Option(8, 2, "heads"),

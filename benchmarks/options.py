@@ -3,7 +3,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 
@@ -36,13 +36,15 @@ def positive(text: str) -> float:
 class Option(NamedTuple):
     """The type, and whether it is a list, is that of the full value.
 
-    Whole numbers are `least` or more: 0 is for options in which it has a meaning. Other numbers are above 0.
+    Whole numbers are `least` or more: 0 is for options in which it has a meaning. Other numbers are above 0. Words are of
+    those `known`, if any are named.
     """
 
     full: Any
     quick: Any
     help: str
     least: int = 1
+    known: Collection[str] = ()
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         is_list = isinstance(self.full, list)
@@ -51,6 +53,7 @@ class Option(NamedTuple):
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type={int: whole(self.least), float: positive}.get(kind, kind),
+            choices=list(self.known) or None,
             nargs="+" if is_list else None,
             help=f"{self.help} (default: {full}; quick: {quick})",
         )

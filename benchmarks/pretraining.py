@@ -34,7 +34,7 @@ SOURCES = (
     "half of the tokens each."
 )
 OPTIONS = {
-    "arms": Option(list(ARMS), ["all softmax", "3:1 gated delta"], "what to train"),
+    "arms": Option(list(ARMS), ["all softmax", "3:1 gated delta"], "what to train", known=ARMS),
     "seeds": Option([0, 1, 2], [0], "each seeds the weights and the order of the data", least=0),
     "steps": Option(400, 2, "optimiser steps of a run"),
     "runs": Option("runs/comparison", "", "folder of the runs; empty: a temporary one"),

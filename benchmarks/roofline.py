@@ -22,7 +22,7 @@ from training.flops import Count, delta_count, linear_count, mesa_backward_count
 
 OPTIONS = {
     "length": Option(4096, 128, "tokens"),
-    "dtypes": Option(["fp32", "bf16"], ["fp32"], "inputs"),
+    "dtypes": Option(["fp32", "bf16"], ["fp32"], "inputs", known=DTYPES),
     "repeats": Option(5, 1, "timed runs of each side at most"),
     "heads": Option(8, 2, "heads"),
     "dim": Option(64, 16, "key and value size of a head"),

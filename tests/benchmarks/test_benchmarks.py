@@ -111,6 +111,15 @@ def test_malformed_numbers_are_refused(arguments, message, capsys):
     assert message in refused(["ops", "--quick", *arguments], capsys)
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"), [("ops", "dtypes"), ("layers", "dtypes"), ("roofline", "dtypes"), ("pretraining", "arms")]
+)
+def test_unknown_words_are_refused(command, flag, capsys):
+    known = list(COMMANDS[command].OPTIONS[flag].known)
+    message = refused([command, "--quick", f"--{flag}", known[0], "fp8"], capsys)
+    assert f"argument --{flag}: invalid choice: 'fp8'" in message and all(name in message for name in known)
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path, capsys, monkeypatch):
     file = tmp_path / "file"
     file.write_text("kept")
