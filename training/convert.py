@@ -525,13 +525,20 @@ def check_start(recipe: ConversionRecipe, start: StartingPoint, fingerprint: str
 
 
 def read_rows(recipe: ConversionRecipe, vocab_size: int) -> tuple[TrainingData, dict[str, TrainingData]]:
-    """The data of the run, and those that each phase trains on, the same texts in rows of its length."""
-    tokenizer = TokenizerRecipe(path=recipe.teacher.path)
-    of_length = {
-        length: prepare_data(dataclasses.replace(recipe.data, sequence_length=length), tokenizer, vocab_size)
-        for length in {recipe.data.sequence_length, *(row_length(recipe, phase) for phase in PHASES)}
-    }
-    return of_length[recipe.data.sequence_length], {phase: of_length[row_length(recipe, phase)] for phase in PHASES}
+    """The data of the run, and those that each phase trains on: the same texts in rows of its length."""
+
+    def prepare(length: int) -> TrainingData:
+        data = dataclasses.replace(recipe.data, sequence_length=length)
+        return prepare_data(data, TokenizerRecipe(path=recipe.teacher.path), vocab_size)
+
+    data, rows = prepare(recipe.data.sequence_length), {}
+    for phase in PHASES:
+        length = row_length(recipe, phase)
+        try:
+            rows[phase] = data if length == recipe.data.sequence_length else prepare(length)
+        except SetupError as error:
+            raise SetupError(f"{phase}.sequence_length={length}: {error}") from None
+    return data, rows
 
 
 def build_run(recipe: ConversionRecipe, interruption: Interruption) -> Conversion:

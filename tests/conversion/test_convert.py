@@ -112,6 +112,10 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(driver, whole):
         (["teacher.path=nowhere"], "teacher.path=nowhere cannot be loaded"),
         (["data.sequence_length=65"], "data.sequence_length=65 is beyond the teacher's max_position_embeddings=64"),
         (["distil.sequence_length=65"], "distil.sequence_length=65 is beyond the teacher's max_position_embeddings=64"),
+        (
+            ["data.path=few", "data.sequence_length=4", "distil.sequence_length=64"],
+            "distil.sequence_length=64: data.path=few has 8 training tokens, fewer than one row",
+        ),
         (["align.sequence_length=0"], "'align.sequence_length' must be at least 1"),
         (["layers.count=5"], "from 0 to 4"),
         (["layers.count=4"], "nothing to train"),
@@ -140,6 +144,9 @@ def test_mistakes_are_told_in_one_line(driver, arguments, words):
     """And before the calibration, however far into the recipe they are."""
     (driver.folder / "object.json").write_text('{"0": 9, "1": 2, "2": 3, "3": 4}')
     (driver.folder / "nan.json").write_text("[NaN, 1, 2, 3]")
+    (driver.folder / "few").mkdir(exist_ok=True)
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (driver.folder / "few" / name).write_text("red blue green")
     if "teacher.path=broken" in arguments:
         model = AutoModelForCausalLM.from_pretrained(driver.folder / "teacher" / "final")
         model.lm_head.weight.data[0, 0] = math.nan
