@@ -537,7 +537,7 @@ def read_rows(recipe: ConversionRecipe, vocab_size: int) -> tuple[TrainingData, 
         try:
             rows[phase] = data if length == recipe.data.sequence_length else prepare(length)
         except SetupError as error:
-            raise SetupError(f"{phase}.sequence_length={length}: {error}") from None
+            raise SetupError(str(error).replace("data.sequence_length", f"{phase}.sequence_length")) from None
     return data, rows
 
 

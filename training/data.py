@@ -406,8 +406,8 @@ def _prepare_mapped(data: DataRecipe, tokenizer: TokenizerRecipe, vocab_size: in
         rows = preparation.store(corpus, lambda corpus=corpus, every=every: split_corpus(corpus, every), every)
         if not len(rows.train):
             raise SetupError(
-                f"{corpus.name} has {rows.train_tokens} training tokens, fewer than one row of sequence_length="
-                f"{data.sequence_length}; shorten the rows or give more text"
+                f"{corpus.name} has {rows.train_tokens} training tokens, fewer than one row of "
+                f"data.sequence_length={data.sequence_length}; shorten the rows or give more text"
             )
         stored.append(rows)
     if weights is None:  # every source is read once an epoch: one source to the batches

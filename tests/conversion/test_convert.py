@@ -114,7 +114,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(driver, whole):
         (["distil.sequence_length=65"], "distil.sequence_length=65 is beyond the teacher's max_position_embeddings=64"),
         (
             ["data.path=few", "data.sequence_length=4", "distil.sequence_length=64"],
-            "distil.sequence_length=64: data.path=few has 8 training tokens, fewer than one row",
+            "data.path=few has 8 training tokens, fewer than one row of distil.sequence_length=64",
         ),
         (["align.sequence_length=0"], "'align.sequence_length' must be at least 1"),
         (["layers.count=5"], "from 0 to 4"),

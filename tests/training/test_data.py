@@ -225,7 +225,7 @@ def test_an_existing_tokenizer_is_used(tmp_path):
 def test_too_little_text_for_one_row(tmp_path):
     recipe = write_texts(tmp_path / "a", 2)
     recipe.sequence_length = 4096
-    with pytest.raises(SetupError, match="fewer than one row of sequence_length=4096"):
+    with pytest.raises(SetupError, match="fewer than one row of data.sequence_length=4096"):
         prepare_data(recipe, TokenizerRecipe(), 300)
 
 
